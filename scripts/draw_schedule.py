@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megazero.config.schema import Config
 from megazero.optional import missing_package
+from megazero.plan.layout.flat_layout import FlatParam, flat_layout
 from megazero.plan.layout.layers import Use
 from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import sharding_groups
@@ -62,7 +63,8 @@ def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool 
             )
             for c, chunk in enumerate(names)
         ]
-        units = {name: Unit(64, True) for chunk in names for name in chunk}
+        flat = flat_layout([FlatParam("", 64, True)], 1)
+        units = {name: Unit(flat, True) for chunk in names for name in chunk}
         found.append(RankSpec(tuple(made), units, alone, rank, ranks, v_shaped=v_shaped))
     return found
 

@@ -275,6 +275,57 @@ def balance(choices: list[Choice], targets: torch.Tensor) -> Balance:
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
+NUMBERING = {  # end of a weight's name -> the dims that number its matrices
+    "attention.qkv.weight": (1,),
+    "attention.query.weight": (),
+    "attention.kv.weight": (1,),
+    "proj.weight": (),
+    "experts.up.weight": (0, 1),
+    "experts.down.weight": (0,),
+    "up.weight": (0,),
+    "down.weight": (),
+}
+
+
+def matrices(name: str, x: torch.Tensor) -> list[torch.Tensor]:
+    """Return views [.., columns] of the matrices of a weight, which Muon moves one by one; of others none."""
+    dims = next((dims for end, dims in NUMBERING.items() if name.endswith(end)), None)
+    if dims is None:
+        return []
+    if name.endswith("up.weight") and x.dim() - len(dims) < 2:  # without a gate
+        dims = dims[:-1]
+    found = [x]
+    for dim in reversed(dims):
+        found = [each for several in found for each in several.unbind(dim)]
+    return found
+
+
+class Muon:
+    """Muon as its author describes it, in the weights' precision."""
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        self.config, self.weights = config.optimizer, weights
+        self.momenta = {name: torch.zeros_like(w) for name, w in weights.items()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        o = self.config
+        for name, w in self.weights.items():
+            assert w.grad is not None
+            self.momenta[name] = o.muon_momentum * self.momenta[name] + (1 - o.muon_momentum) * w.grad
+            ahead = o.muon_momentum * self.momenta[name] + (1 - o.muon_momentum) * w.grad
+            for weight, direction in zip(matrices(name, w), matrices(name, ahead), strict=True):
+                m = direction.flatten(0, -2)
+                x = m / m.norm()
+                for _ in range(o.muon_num_ns_steps):
+                    x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+                rows, columns = m.shape
+                factor = (
+                    0.2 * max(rows, columns) ** 0.5 if o.muon_scale == "moonlight" else max(1, rows / columns) ** 0.5
+                )
+                weight -= o.lr * (o.weight_decay * weight + factor * x.view(weight.shape))
+
+
 def train(
     config: Config,
     batches: list[Batch],
@@ -290,11 +341,17 @@ def train(
     frozen = {name for name in w if any(fnmatch.fnmatch(name, p) for p in config.training.freeze_parameters)}
     trained = {name: t.requires_grad_() for name, t in w.items() if name not in frozen}
     no_decay = {name for name in w if "norm" in name or name.endswith("bias")}
+    moved = {name for name in trained if o.optimizer == "muon" and matrices(name, w[name])}
     groups = [
         {"params": [t for name, t in trained.items() if (name in no_decay) == exempt], "weight_decay": decay}
         for exempt, decay in ((False, o.weight_decay), (True, 0.0))
     ]
+    for group in groups:
+        group["params"] = [
+            t for name, t in trained.items() if any(t is p for p in group["params"]) and name not in moved
+        ]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+    muon = Muon(config, {name: trained[name] for name in sorted(moved)})
     losses, norms = [], []
     for step, (ids, labels, mask, starts) in enumerate(batches):
         choices: list[Choice] = []
@@ -302,7 +359,8 @@ def train(
         each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         loss = (each * mask.flatten()).sum() / mask.sum()
         tell((each.detach() * mask.flatten()).view_as(mask))
-        optimizer.zero_grad()
+        for weight in trained.values():
+            weight.grad = None
         objective, weight = loss, mask.double().sum(1) / mask.double().sum()
         for choice in choices:
             aux, z = sample_losses(choice)
@@ -317,4 +375,5 @@ def train(
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), o.clip_grad).item())
         losses.append(loss.item())
         optimizer.step()
+        muon.step()
     return losses, norms

@@ -288,14 +288,15 @@ class OptimizerConfig:
     """The optimizer and its learning rate; biases and norms do not decay."""
 
     optimizer: Literal["adamw", "lion", "muon"] = "adamw"
-    """adamw: two moments per weight. lion: one, and steps of equal size; take a third to a tenth of AdamW's --lr, and as
-    many times its --weight-decay. muon: the matrices of blocks move along their orthogonalized momentum, the only state
-    that they keep; tables, head, norms, biases and routers take AdamW with the same --lr."""
+    """adamw: two moments per weight. lion: one, and steps of equal size: take a third to a tenth of AdamW's --lr, and
+    so much more --weight-decay. muon: the matrices of blocks move along their orthogonalized momentum, their only
+    state; tables, head, norms, biases and routers take AdamW, with the same --lr."""
     muon_momentum: DecayRate = 0.95
     """--optimizer muon: decay rate of the momentum (Nesterov's)."""
     muon_scale: Literal["moonlight", "keller"] = "moonlight"
-    """--optimizer muon: factor of --lr for an m x n matrix. moonlight: 0.2 sqrt(max(m, n)), with which updates are as
-    large as AdamW's, so its --lr and --weight-decay carry over. keller: sqrt(max(1, m / n)), with an --lr of its own."""
+    """--optimizer muon: factor of --lr for an m x n matrix. moonlight: 0.2 sqrt(max(m, n)): updates are as
+    large as AdamW's, so its --lr and --weight-decay carry over. keller: sqrt(max(1, m / n)), with an --lr of its own,
+    such as 0.02."""
     muon_num_ns_steps: Annotated[int, Bounds(1, 100, "5 are usual, and 10 are nearly exact")] = 5
     """--optimizer muon: Newton-Schulz iterations of an update."""
     lr: LearningRate = 3e-4

@@ -22,6 +22,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.dealing import causal_imbalance, dealt_multiple, dealt_tokens
 from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.topology import Layout
+from megazero.plan.program.rank_spec import rank_spec
 from megazero.price.bytes.estimate import KINDS, StageBytes, stage_bytes
 from megazero.price.bytes.report import expert_words, padding_warning, padding_words, queue_line, table
 from megazero.units import count, ranges, size
@@ -123,6 +124,9 @@ def drawing(config: Config, layout: Layout) -> list[str]:
         head += f"; ZeRO stage {stage}: {ZERO[stage]} sharded over {layout.shard} {_data_words(layout)}{copies}"
     elif layout.data > 1:
         head += f"; ZeRO stage 0: nothing sharded over {_data_words(layout)}"
+    if config.optimizer.rules.matrices.whole_matrices and stage and layout.shard > 1:
+        uneven = rank_spec(config, layout, 0, declare).update_imbalance
+        head += f"; each matrix is updated by one of them, the busiest has {uneven:.2f} times the mean work"
     if layout.pp == 1:
         each = "each [ ] one copy of the model" if layout.tp > 1 else "each a copy of the model"
         return [head, f"ranks {_groups(layout, 0)}: {each}", *tokens]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megazero.optim import adamw, lion
+from megazero.optim import adamw, lion, muon
 from megazero.optim.step import UpdateFunction
 
 UPDATES: dict[str, UpdateFunction] = {"adamw": adamw.update, "lion": lion.update}
+MATRIX_UPDATES = {"muon": muon.update}

@@ -15,10 +15,10 @@ from megazero.config.optimizers import UpdateRule
 from megazero.config.schema import BYTES, Config
 from megazero.memory import COPY_DEPTH
 from megazero.plan.layout.dealing import dealt_tokens
-from megazero.plan.layout.flat_layout import Range, partition_numel
+from megazero.plan.layout.flat_layout import Matrices, Range, partition_numel
 from megazero.plan.layout.layers import LayerKind
 from megazero.plan.layout.parameters import unit_layout
-from megazero.plan.layout.topology import TRAFFIC, Layout, ring_bytes
+from megazero.plan.layout.topology import TRAFFIC, Layout, ring_bytes, unsent
 from megazero.plan.layout.zero_policy import (
     DENSE,
     Buckets,
@@ -50,6 +50,7 @@ from megazero.plan.program.operations import (
     SumTied,
     Sync,
     UnitOp,
+    Update,
 )
 from megazero.plan.program.rank_spec import RankSpec
 
@@ -162,12 +163,14 @@ class Moved(NamedTuple):
         collective: all-gather, reduce-scatter, all-reduce; or message.
         num_bytes: of the whole buffer.
         control: counts as control traffic: numbers that ranks agree on.
+        unsent: bytes that the rank does not send; None: as many as every other rank.
     """
 
     axis: str
     collective: str
     num_bytes: int
     control: bool = False
+    unsent: int | None = None
 
     @property
     def kind(self) -> str:
@@ -176,6 +179,8 @@ class Moved(NamedTuple):
 
     def sent(self, ranks: int) -> int:
         """Return the bytes that each of `ranks` ranks of the axis sends."""
+        if self.unsent is not None:
+            return self.num_bytes - self.unsent if ranks > 1 else 0
         passes = PASSES.get(self.collective)
         return ring_bytes(self.num_bytes, ranks, passes) if passes else self.num_bytes
 
@@ -308,8 +313,13 @@ class StepSizes:
 
     def _buckets(self, name: str, group: ShardingGroup) -> Buckets:
         zero, reduces = self.config.zero, group.policy.optimizer and self.config.trains
-        sizes = [unit.numel for unit in self.spec.units.values() if reduces and unit.group == name]
-        return plan_buckets(zero.reduce_bucket_size, sizes, group.shards, zero.overlap_comm)
+        ranges = [unit.owned for unit in self.spec.units.values() if reduces and unit.group == name]
+        place = self.places[group.axis] if self.places is not None else 0
+        return plan_buckets(zero.reduce_bucket_size, ranges, place, zero.overlap_comm)
+
+    def packs(self, unit: str) -> bool:
+        """Return whether a unit's gradients are copied into buckets to be reduced."""
+        return self.buckets[self.spec.units[unit].group].count(self.spec.units[unit].owned) > 1
 
     # -- held
 
@@ -321,14 +331,18 @@ class StepSizes:
         """Return rule -> the elements of a unit whose optimizer states and reduced gradients this rank owns."""
         rules, flat, owned = self.config.optimizer.rules, self.spec.units[unit].flat, self.range(unit)
         parts = self.spec.group(unit).parts if owned is None else 1
+        owned = owned or Range(0, flat.numel)
+        if len(self.by_rule) == 1:
+            return {rules.others: owned.numel // parts}
         found = dict.fromkeys(rules.rules, 0)
-        for is_matrix, part in flat.by_rule(owned or Range(0, flat.numel)):
+        for is_matrix, part in flat.by_rule(owned):
             found[rules.rule(is_matrix)] += part.numel
         return {rule: numel // parts for rule, numel in found.items()}
 
     def owned(self, unit: str) -> int:
         """Return the elements of a unit that this rank owns."""
-        return sum(self.owned_by_rule(unit).values())
+        owned = self.range(unit)
+        return self.numel[unit] // self.spec.group(unit).parts if owned is None else owned.numel
 
     def weights(self, unit: str) -> int:
         """Return the bytes of a unit's unsharded weights."""
@@ -354,24 +368,23 @@ class StepSizes:
         """Return the bytes held between steps, by kind."""
         found: Counter[str] = Counter()
         for unit, numel in self.numel.items():
-            found["parameters"] += self.rates.weights * (self.owned(unit) if self.spec.policy(unit).parameters else numel)
+            found["parameters"] += self.rates.weights * (
+                self.owned(unit) if self.spec.policy(unit).parameters else numel
+            )
+            on_host = self.spec.units[unit].on_host
             for rule, n in self.owned_by_rule(unit).items():
                 rates = self.by_rule[rule]
-                if self.spec.units[unit].on_host:
-                    found["host"] += rates.host * n
-                else:
-                    found["optimizer"] += rates.optimizer * n
+                found["host" if on_host else "optimizer"] += n * (rates.host if on_host else rates.optimizer)
         return found
 
     def buffers_at_rest(self, arena_numel: int, needs_staging_buffer: bool) -> int:
         """Return the bytes of the arena of gathered weights, of reduce buckets and their scratch, and of tables."""
         tables = sum({key: size for layer in self.layers.values() for key, size in layer.tables.items()}.values())
         buckets = 0
-        for name, (columns, slots, packs) in self.buckets.items():
-            shards = self.spec.groups[name].shards
-            others = shards - 1 if needs_staging_buffer else min(shards - 1, 1)
-            packed = columns * shards if packs else 0
-            buckets += slots * (columns * others + packed) * self.rates.gradients
+        for name, each in self.buckets.items():
+            others = self.spec.groups[name].shards - 1
+            scratch = each.row * (others if needs_staging_buffer else min(others, 1))
+            buckets += each.slots * (scratch + each.packed) * self.rates.gradients
         return arena_numel * self.rates.weights + buckets + tables
 
     def graphs_at_rest(self, live_by_chunk: Sequence[int]) -> int:
@@ -399,16 +412,18 @@ class StepSizes:
         """Return the collectives and messages of an operation, except those inside layers, which `traffic` includes."""
         spec = self.spec
         if isinstance(op, (Gather, Sync)):
-            return (Moved(spec.group(op.unit).axis, "all-gather", self.weights(op.unit)),)
+            return (self._moved(op.unit, "all-gather", self.rates.weights),)
         if isinstance(op, Reduce):
             collective = "reduce-scatter" if spec.policy(op.unit).optimizer else "all-reduce"
-            return (Moved(spec.group(op.unit).axis, collective, self.gradients(op.unit)),)
+            return (self._moved(op.unit, collective, self.rates.gradients),)
         if isinstance(op, ReduceReplicas):
             return (Moved(spec.group(op.unit).replica_axis, "all-reduce", self.owned_gradients(op.unit)),)
         if isinstance(op, SumReplicated):
             return tuple(Moved("tp", "all-reduce", n * self.rates.gradients) for n in self._summed(op.unit))
         if isinstance(op, SumTied):
             return (Moved("embedding", "all-reduce", self.owned_gradients(op.unit)),)
+        if isinstance(op, Update):
+            return tuple(self._moved_by_update(op.unit))
         if isinstance(op, GradNorm):
             axes = [group.norm_axis for group in spec.groups.values() if group.norm_axis]
             return agreement("tp", "pp", numbers=len(spec.groups)) + agreement(*axes)
@@ -421,6 +436,46 @@ class StepSizes:
         if isinstance(op, Rebuild):
             return (Moved("tp", "all-gather", self.kept * self.layout.tp),)
         return (Moved("pp", "message", self.hidden),) if isinstance(op, Send) else ()
+
+    def matrices(self, unit: str) -> list[Matrices]:
+        """Return the matrices of a unit that this rank updates; of no rank in particular, those of all ranks."""
+        rules, flat = self.config.optimizer.rules, self.spec.units[unit].flat
+        return flat.matrices_in(self.range(unit) or Range(0, flat.numel)) if rules.matrices.whole_matrices else []
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of a number in the products of an update."""
+        return 2 if self.config.training.precision == "bf16" else self.rates.state
+
+    def working(self, unit: str) -> int:
+        """Return the bytes of an update's buffers."""
+        found = [each.working(self.parts_of(each)) for each in self.matrices(unit)]
+        return max(found, default=0) * self.product_bytes
+
+    def parts_of(self, matrices: Matrices) -> int:
+        """Return the number of ranks that have parts of each."""
+        return self.ranks[matrices.axis] if matrices.axis else 1
+
+    def _moved_by_update(self, unit: str) -> Iterator[Moved]:
+        """Yield the collectives of an update over the ranks that have parts of a matrix."""
+        steps, each = self.config.optimizer.muon_num_ns_steps, self.product_bytes
+        for matrices in self.matrices(unit):
+            if self.parts_of(matrices) == 1:
+                continue
+            if matrices.sums_grams:
+                gram = Moved(matrices.axis, "all-reduce", matrices.sides[0] ** 2 * each)
+                one = [Moved(matrices.axis, "all-reduce", max(4, each)), *[gram] * steps]
+            else:
+                one = [Moved(matrices.axis, "all-gather", matrices.rows * matrices.columns * each)]
+            yield from one * matrices.number
+
+    def _moved(self, unit: str, collective: str, each: int) -> Moved:
+        """Return a collective of a unit's elements, of `each` bytes, over its sharding group."""
+        axis, ranges = self.spec.group(unit).axis, self.spec.units[unit].owned
+        moved = Moved(axis, collective, self.numel[unit] * each)
+        if self.places is None or collective == "all-reduce":
+            return moved
+        return moved._replace(unsent=each * unsent(collective, ranges, self.places[axis]))
 
     def agreed(self) -> tuple[Moved, ...]:
         """Return the all-reduces of a step outside its program: of counts of targets, of losses and of routers."""

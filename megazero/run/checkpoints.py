@@ -185,10 +185,16 @@ class Checkpoints:
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
         check_data(path, state, self.config, self.fingerprints, self.split_by_tokens)
-        self._load_shards(path, self.engine.shards())
+        ours = self.config.optimizer
+        same = state.optimizer == ours.optimizer
+        self._load_shards(path, self.engine.shards() if same else self._weights(), partial=not same)
+        updates = state.updates if same else 0
         self.engine.load_state_dict(
-            {"updates": state.updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
+            {"updates": updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
         )
+        if not same:
+            anew = ", ".join(each.name for each in ours.rules.states)
+            log.info(f"--optimizer {ours.optimizer} begins with the weights that {state.optimizer} left: {anew} are 0")
         for difference in changed_options(state.config, self.config, self.given):
             log.info(difference)
         if path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve():
@@ -199,9 +205,11 @@ class Checkpoints:
 
     def _load_weights(self, path: Path, expert_biases: Mapping[str, list[float]]) -> None:
         """Load the weights alone, with the biases of experts; optimizer states stay fresh."""
-        weights = {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
-        self._load_shards(path, weights, partial=True)
+        self._load_shards(path, self._weights(), partial=True)
         self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": expert_biases})
+
+    def _weights(self) -> dict[str, LocalShard]:
+        return {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
 
     def _load_shards(self, path: Path, shards: dict[str, LocalShard], partial: bool = False) -> None:
         self.engine.wait()  # an all-gather of initial weights in flight would overwrite the loaded ones

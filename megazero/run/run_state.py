@@ -64,6 +64,12 @@ class RunState:
     # layer -> biases of its experts, of --moe-router-enable-expert-bias
     expert_biases: dict[str, list[Finite]] = field(default_factory=dict)
 
+    @property
+    def optimizer(self) -> str:
+        """--optimizer of the run; versions without the flag had AdamW alone."""
+        options = self.config.get("optimizer", {})
+        return options.get("optimizer", "adamw") if isinstance(options, dict) else "adamw"
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"fingerprints": list(self.fingerprints)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,8 @@ from megazero.comm.mesh.mesh import Mesh
 from megazero.config.optimizers import OPTIMIZERS, Optimizer, UpdateRule
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.layers.weight import Weight
-from megazero.plan.layout.flat_layout import Range
+from megazero.optim.muon import OwnedMatrices
+from megazero.plan.layout.flat_layout import Range, equal_ranges
 from megazero.plan.layout.owned import overlap
 from megazero.plan.layout.parameters import LocalBlock, ParamSpec, unit_layout
 from megazero.plan.program.rank_spec import RankSpec
@@ -83,15 +85,17 @@ class FlatUnit:
     Attributes:
         shard, replica: axes of the ranks that share a copy, and of the ranks that own the same range.
         ranges: of every rank of `shard`.
+        uneven: the ranges again; empty if they are equally long and in the order of the ranks.
         on_host: master weights, optimizer states and reduced gradients are in host memory.
     """
 
     def __init__(self, name: str, weights: list[Weight], mesh: Mesh, spec: RankSpec) -> None:
         group = spec.group(name)
-        self.name, self.group, self.policy = name, group, group.policy
+        self.name, self.group, self.policy, self.mesh = name, group, group.policy, mesh
         self.shard, self.replica = mesh.axis(group.axis), mesh.axis(group.replica_axis)
         self.layout = unit_layout([weight.spec for weight in weights], mesh.layout.sizes, group.shards)
         self.ranges, self.on_host = spec.units[name].owned, spec.units[name].on_host
+        self.uneven = () if self.ranges == equal_ranges(self.numel, len(self.ranges)) else self.ranges
         self.members = [Member(weight, self.layout.windows[weight.spec.name]) for weight in weights]
         self.owned = self.ranges[self.shard.rank]
 
@@ -115,6 +119,22 @@ class FlatUnit:
             return [(optimizer.others, Range(0, self.owned.numel))]
         parts = [(optimizer.rule(is_matrix), part) for is_matrix, part in self.layout.by_rule(self.owned)]
         return parts + [(rule, Range(0, 0)) for rule in optimizer.rules if rule not in dict(parts)]
+
+    def matrices(self, part: Range) -> list[OwnedMatrices]:
+        """Return the matrices in a part of the owned range, which has whole pieces of weights."""
+        found = []
+        for weight, start, stop, owned in self.owned_parts():
+            within, spec = owned.within(part), weight.spec
+            if spec.matrices is None or start == stop or within.numel < owned.numel:
+                continue
+            param = spec.flat(weight.block)
+            assert param.matrices is not None
+            inner = weight.block.stored[spec.leading :]
+            shape = owned.numel // math.prod(inner), *inner
+            numbers = (0, *(dim - spec.leading + 1 for dim in spec.matrices if dim >= spec.leading))
+            axis = self.mesh.axis(param.matrices.axis) if param.matrices.axis else None
+            found.append(OwnedMatrices(param.matrices, within, shape, numbers, axis if axis and axis.peers else None))
+        return found
 
     def owned_in(self, ranges: Iterable[Range]) -> list[Range]:
         """Return the non-empty parts of `ranges` inside the owned range, counted from its start."""

@@ -119,7 +119,7 @@ class UnitGradients:
         add = self.sharded is not None
         if self.sharded is None:
             self.sharded = self._buffer("gradients", self.unit.owned.numel, self._persistent[1])
-        reducer.start(unsharded, self.sharded.data, add)
+        reducer.start(unsharded, self.sharded.data, add, self.unit)
         return Pending(then=reducer.drain)
 
     @property

@@ -10,7 +10,7 @@ from megazero.comm.mesh.collectives import Pending
 from megazero.config.optimizers import UpdateRule
 from megazero.model.layers.context import DTYPES
 from megazero.optim.step import StepParams
-from megazero.optim.updates import UPDATES
+from megazero.optim.updates import MATRIX_UPDATES, UPDATES
 from megazero.plan.layout.flat_layout import Range
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
 from megazero.zero.host_buffer import HostBuffer
@@ -54,6 +54,9 @@ class OptimizerShard:
             RuledPart(rule, part, self._states(rule, part.numel if options.trains else 0))
             for rule, part in unit.by_rule(optimizer)
         ]
+        ruled = [(rule, self.unit.matrices(part)) for rule, part, _ in self.parts]
+        self.matrices = [each if rule.whole_matrices else [] for rule, each in ruled]
+        self.product_dtype = weights.dtype if weights.dtype == torch.bfloat16 else dtype
         held = self.master.nbytes * copies + sum(state.nbytes for part in self.parts for state in part.states)
         self.allocation = options.tracker.allocate("optimizer" if host is None else "host", held)
         for owned in unit.owned_parts():
@@ -72,13 +75,19 @@ class OptimizerShard:
         """
         self.options.mesh.in_flight.check(f"the update of {self.unit.name}", writes=[self.weights])
         values, wide = gradient.data, gradient.data.dtype == self.master.dtype
-        kind = "buffers" if self.host is None else "host"
-        widened = self.options.tracker.allocate(kind, 0 if wide else self.master.nbytes)
+        tracker, kind = self.options.tracker, "buffers" if self.host is None else "host"
+        widened = tracker.allocate(kind, 0 if wide else self.master.nbytes)
+        largest = max((each.working for several in self.matrices for each in several), default=0)
+        working = tracker.allocate(kind, largest * self.product_dtype.itemsize)
         values = values.to(self.master.dtype)
-        for rule, part, states in self.parts:
-            decayed = self.unit.decayed.within(part).numel
-            UPDATES[rule.name](params, self.master[part.slice()], values[part.slice()], states, decayed)
+        for (rule, part, states), matrices in zip(self.parts, self.matrices, strict=True):
+            arguments = self.master[part.slice()], values[part.slice()], states, self.unit.decayed.within(part).numel
+            if rule.whole_matrices:
+                MATRIX_UPDATES[rule.name](params, *arguments, matrices, self.product_dtype)
+            else:
+                UPDATES[rule.name](params, *arguments)
         widened.end()
+        working.end()
         gradient.allocation.end()
         self.cast()
 

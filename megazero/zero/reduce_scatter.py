@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,7 +11,9 @@ import torch
 from megazero.comm.mesh.collectives import Axis, Pending
 from megazero.memory.pool import BufferPool
 from megazero.memory.tracker import Allocation, MemoryTracker
+from megazero.plan.layout.flat_layout import Range
 from megazero.plan.layout.zero_policy import Buckets
+from megazero.zero.flat_unit import FlatUnit
 
 
 class Buffer(NamedTuple):
@@ -22,9 +26,9 @@ class Buffer(NamedTuple):
 class Reducer:
     """Reduce-scatters the gradients of one unit after another, bucket by bucket.
 
-    Bucket k [shards, columns] has the k-th `columns` elements of every rank's range, so that each rank receives whole
-    rows of its own range. A unit that fits one bucket is sent without packing. A reduction is in flight until the next
-    unit's starts, or until `drain`.
+    A bucket has a row for each rank, a part of its range, so that each rank receives whole rows of its own
+    range. A unit that fits one bucket is sent without packing. A reduction is in flight until the next unit's starts,
+    or until `drain`.
     """
 
     def __init__(
@@ -36,29 +40,28 @@ class Reducer:
         tracker: MemoryTracker,
         overlap: bool,
     ) -> None:
-        self.axis, self.columns, self.overlap = axis, buckets.columns, overlap
-        # of a bucket: [shards * columns] to pack into, if units are larger than a bucket, then scratch
-        self.packed = buckets.columns * axis.size if buckets.packs else 0
-        numel = self.packed + axis.scratch_numel(buckets.columns)
+        self.axis, self.buckets, self.overlap = axis, buckets, overlap
+        numel = buckets.packed + axis.scratch_numel(buckets.row)  # to pack into, then scratch
         self.pool = BufferPool(numel, dtype, device, tracker, "buffers", count=buckets.slots)
         self.pending = [Pending() for _ in range(buckets.slots)]
         self.sending: Buffer | None = None  # a whole gradient buffer in flight, not packed
 
-    def start(self, unsharded: Buffer, out: torch.Tensor, add: bool) -> None:
-        """Write or add this rank's part of the sum of all ranks' `unsharded` [shards * n] to `out` [n]."""
+    def start(self, unsharded: Buffer, out: torch.Tensor, add: bool, unit: FlatUnit) -> None:
+        """Write or add this rank's part of the sum of all ranks' `unsharded` [numel] to `out` [owned]."""
         self.drain()
-        n, packs = out.numel(), out.numel() > self.columns
-        rows = unsharded.data.view(self.axis.size, n)
-        for k, at in enumerate(range(0, n, self.columns)):
-            stop = min(at + self.columns, n)
-            slot = k % len(self.pool)
+        count = self.buckets.count(unit.ranges)
+        for number in range(count):
+            rows = self.buckets.rows(unit.ranges, number)
+            slot = number % len(self.pool)
             self.pending[slot].wait()
-            bucket, scratch = unsharded.data, self.pool[slot][self.packed :]
-            if packs:
-                bucket = self.pool[slot][: self.axis.size * (stop - at)]
-                bucket.view(self.axis.size, -1).copy_(rows[:, at:stop])
-            self.pending[slot] = self.axis.start_reduce_scatter(bucket, out[at:stop], add, scratch)
-        if packs:
+            bucket, scratch = unsharded.data, self.pool[slot][self.buckets.packed :]
+            target = out[rows[self.axis.rank].within(unit.owned).slice()]
+            if count > 1:
+                bucket, rows = _packed(bucket, rows, self.pool[slot], even=not unit.uneven)
+            self.pending[slot] = self.axis.start_reduce_scatter(
+                bucket, target, add, scratch, rows if unit.uneven else ()
+            )
+        if count > 1:
             unsharded.allocation.end()
         else:
             self.sending = unsharded
@@ -72,3 +75,17 @@ class Reducer:
         if self.sending is not None:
             self.sending.allocation.end()
             self.sending = None
+
+
+def _packed(
+    whole: torch.Tensor, rows: Sequence[Range], space: torch.Tensor, even: bool
+) -> tuple[torch.Tensor, list[Range]]:
+    """Copy `rows` of `whole` into `space`, one after another. Return the part that they fill, and their places."""
+    stops = list(itertools.accumulate(row.numel for row in rows))
+    places = [Range(stop - row.numel, stop) for row, stop in zip(rows, stops, strict=True)]
+    if even:
+        space[: stops[-1]].view(len(rows), -1).copy_(whole.view(len(rows), -1)[:, rows[0].slice()])  # one launch
+    else:
+        for row, place in zip(rows, places, strict=True):
+            space[place.slice()] = whole[row.slice()]
+    return space[: stops[-1]], places

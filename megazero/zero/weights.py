@@ -68,7 +68,7 @@ class UnitWeights:
         """Stage 3: all-gather the weights into `arena` at element `offset`. They are usable after `gathered`."""
         assert self.unsharded is None, f"{self.unit.name} is already gathered"
         self.unsharded = arena[offset : offset + self.unit.numel]
-        return self.unit.shard.start_all_gather(self.sharded, self.unsharded)
+        return self.unit.shard.start_all_gather(self.sharded, self.unsharded, self.unit.uneven)
 
     def forget_arena(self) -> None:
         """Drop all views of the arena before it is reallocated."""
@@ -95,4 +95,4 @@ class UnitWeights:
         if not self.unit.policy.syncs:
             return Pending()
         assert self.unsharded is not None
-        return self.unit.shard.start_all_gather(self.sharded, self.unsharded)
+        return self.unit.shard.start_all_gather(self.sharded, self.unsharded, self.unit.uneven)

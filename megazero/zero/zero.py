@@ -38,9 +38,7 @@ from megazero.zero.weights import UnitWeights, UnshardedArena
 class ParamUnit:
     """Weights, gradients and optimizer states of one unit, on one rank."""
 
-    def __init__(
-        self, name: str, weights: list[Weight], options: ZeroOptions, spec: RankSpec, link: HostLink
-    ) -> None:
+    def __init__(self, name: str, weights: list[Weight], options: ZeroOptions, spec: RankSpec, link: HostLink) -> None:
         self.name = name
         self.flat = FlatUnit(name, weights, options.mesh, spec)
         self.weights = UnitWeights(self.flat, options)
@@ -75,9 +73,9 @@ class Zero:
 
     def _reducer(self, group: ShardingGroup) -> Reducer:
         o, reduces = self.options, group.policy.optimizer and self.options.trains
-        sizes = [unit.flat.numel for unit in self.units.values() if reduces and unit.flat.group == group]
-        buckets = plan_buckets(o.bucket_size, sizes, group.shards, o.overlap)
+        ranges = [unit.flat.ranges for unit in self.units.values() if reduces and unit.flat.group == group]
         axis = self.mesh.axis(group.axis)
+        buckets = plan_buckets(o.bucket_size, ranges, axis.rank, o.overlap)
         return Reducer(axis, buckets, o.grad_dtype, self.mesh.device, o.tracker, o.overlap)
 
     def start_reduce(self, unit: str) -> Pending:

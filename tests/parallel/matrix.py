@@ -125,7 +125,8 @@ ON_GPU: Factors = {
         name: FACTORS[name]
         for name in ("exchange", "schedule", "zero", "zero_reduce_every", "zero_gather_every", "overlap_comm")
     },
-    **{name: FACTORS[name] for name in ("recompute", "pa", "host", "md", "sp", "offload", "dropout", "untied", "frozen")},
+    **{name: FACTORS[name] for name in ("recompute", "pa", "host", "md", "sp", "dropout", "untied", "frozen")},
+    "offload": FACTORS["offload"],
     "graphs": (False, True),
 }
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")

@@ -30,7 +30,9 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     tensors = {
         f"{u.name}.{i}": t
         for u in units
-        for i, t in enumerate((u.optimizer.master, u.weights.sharded, *(state for part in u.optimizer.parts for state in part.states)))
+        for i, t in enumerate(
+            (u.optimizer.master, u.weights.sharded, *(state for part in u.optimizer.parts for state in part.states))
+        )
     }
     return {name: t.clone() for name, t in tensors.items()}
 

@@ -65,15 +65,15 @@ def fp64(case: Case) -> Case:
 
 def expected(case: Case) -> tuple[list[float], list[float]]:
     """Losses and norms of plain PyTorch in fp64."""
-    return _expected(case.model, case.frozen, case.batch, case.reset, case.targets)[:2]
+    return _expected(case.model, case.frozen, case.batch, case.reset, case.targets, case.optimizer)[:2]
 
 
 @functools.cache
 def _expected(
-    model: ModelConfig, frozen: tuple[str, ...], batch: int, reset: str, targets: str
+    model: ModelConfig, frozen: tuple[str, ...], batch: int, reset: str, targets: str, optimizer: str
 ) -> tuple[list[float], list[float], list[reference.Balance]]:
     case, balance = Case(model=model, frozen=frozen, batch=batch, micro_batches=1, reset=reset, targets=targets), []
-    case = fp64(case)
+    case = fp64(case)._replace(optimizer=optimizer)
     return *reference.train(case.config(), reference_batches(case), tell_balance=balance.append), balance
 
 
@@ -86,7 +86,7 @@ def relative_error(found: list[float], wanted: list[float]) -> float:
 
 def check_balance(case: Case, outcomes: list[Outcome]) -> None:
     """Compare loads of experts to the integer, and the rest to rounding, with plain PyTorch."""
-    wanted = _expected(case.model, case.frozen, case.batch, case.reset, case.targets)[2]
+    wanted = _expected(case.model, case.frozen, case.batch, case.reset, case.targets, case.optimizer)[2]
     factors = case.model.moe_aux_loss_coeff, case.model.moe_z_loss_coeff
     for outcome in outcomes:
         for found, step in zip((each for each in outcome.experts if each is not None), wanted, strict=True):

@@ -16,6 +16,7 @@ from megazero.step.engine import Engine
 from tests.parallel.cases import Case, Outcome, train, train_on
 from tests.parallel.test_parity import check_bytes
 
+
 class Learned(NamedTuple):
     outcome: Outcome
     states: set[str]

@@ -47,7 +47,7 @@ COMING: set[str] = set()
 # 116 and on: the parts of published families: factors, windows, layers that alternate, rotary scalings, soft caps.
 # 142: --num-experts, eight --moe-* and two sizes of layouts: mixture of experts.
 # 148: --moe-router-score-function and others, DeepSeek-V3's router.
-NUM_OPTIONS = 149
+NUM_OPTIONS = 153
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {

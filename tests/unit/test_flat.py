@@ -9,7 +9,8 @@ import pytest
 from megazero.plan.layout.flat_layout import (
     ALIGN,
     FlatParam,
-    Piece,
+    FlatPiece,
+    Matrices,
     Range,
     deal,
     equal_ranges,
@@ -158,30 +159,31 @@ def test_whole_ranges_cut_between_weights_near_equal_ranges() -> None:
 
 
 def test_matrices_are_cut_into_their_pieces() -> None:
-    """Of pieces: those with an aligned size alone. Matrices precede others with equal axes."""
+    """Pieces are kept if their size is aligned. Matrices precede others with equal axes."""
     norm, router = FlatParam("norm", 100, False), FlatParam("router", 192, True)
-    up = FlatParam("up", 6 * 128, True, pieces=3, cost=7)
-    odd = FlatParam("odd", 4 * 100, True, pieces=4, cost=5)
+    up = FlatParam("up", 6 * 128, True, pieces=3, matrices=Matrices(1, 16, 16))
+    odd = FlatParam("odd", 4 * 100, True, pieces=4, matrices=Matrices(1, 5, 20))
     flat = flat_layout([norm, router, odd, up], 2)
     assert flat.windows == {"odd": (0, 400), "up": (448, 1216), "router": (1216, 1408), "norm": (1408, 1508)}
     assert flat.matrices == [(0, 1216)]
-    assert flat.pieces == [(0, 20), (448, 7), (704, 7), (960, 7), (1216, 0), (1408, 0)]
-    assert all(isinstance(piece, Piece) for piece in flat.pieces)
+    each, four = Matrices(1, 16, 16), Matrices(4, 5, 20)
+    assert flat.pieces == [(0, four), (448, each), (704, each), (960, each), (1216, None), (1408, None)]
+    assert all(isinstance(piece, FlatPiece) for piece in flat.pieces)
     assert flat.by_rule(Range(704, 1472)) == [(True, (0, 512)), (False, (512, 768))]
     assert flat.by_rule(Range(1216, 1536)) == [(False, (0, 320))] and flat.by_rule(Range(9, 9)) == []
-    assert [flat.cost(r) for r in (Range(0, 704), Range(704, 1536))] == [27, 14]
+    assert [flat.cost(r) for r in (Range(0, 704), Range(704, 1536))] == [4 * 5 * 5 * 20 + 16**3, 2 * 16**3]
 
 
 def test_costly_ranges_go_to_the_ranks_with_the_least_cost() -> None:
-    """Of two units with ranges of cost 5 and 3, each of two ranks gets one of each; a third rank without matrices gets
-    a vector."""
-    unit = [FlatParam("a", 640, True, pieces=1, cost=5), FlatParam("b", 384, True, pieces=1, cost=3)]
+    """Two units have ranges of cost 5 and 3, and each of two ranks gets one of each. The third rank gets a vector."""
+    five, three = Matrices(1, 5, 128), Matrices(1, 3, 128)
+    unit = [FlatParam("a", 640, True, pieces=1, matrices=five), FlatParam("b", 384, True, pieces=1, matrices=three)]
     one = flat_layout(unit, 2)
     assert deal({"x": one, "y": one}, 2) == {"x": ((0, 640), (640, 1024)), "y": ((640, 1024), (0, 640))}
-    three = flat_layout([*unit, FlatParam("c", 512, False)], 3)
-    dealt = deal({"x": three}, 3)["x"]
+    vector = flat_layout([*unit, FlatParam("c", 512, False)], 3)
+    dealt = deal({"x": vector}, 3)["x"]
     assert dealt == ((0, 640), (640, 1024), (1024, 1536))
-    assert [three.cost(r) for r in dealt] == [5, 3, 0]
+    assert [vector.cost(r) for r in dealt] == [5 * 5 * 128, 3 * 3 * 128, 0]
 
 
 def test_round_up() -> None:

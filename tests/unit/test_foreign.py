@@ -202,7 +202,7 @@ REFUSED = [
         "there are seq_aux_loss, with --moe-aux-loss-coeff, and none",
     ),
     ("--architecture olmoe --moe-expert-capacity-factor 1.25", "no token is dropped"),
-    ("--optimizer sgd", "--optimizer sgd: only adam or adamw is possible here"),
+    ("--optimizer sgd", "--optimizer sgd: there are adamw, lion and muon"),
     ("--tokenizer-type BertWordPieceLowerCase", "bertwordpiecelowercase: --tokenizer takes"),
     ("--tokenizer-type SentencePieceTokenizer", "needs its file: --tokenizer sentencepiece:PATH"),
     ("--vocab-file v.json", "give --vocab-file vocab.json --merge-file merges.txt"),

@@ -8,6 +8,7 @@ import pytest
 
 from megazero.config.schema import Config, ModelConfig, ZeroConfig
 from megazero.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
+from megazero.plan.layout.flat_layout import equal_ranges
 from megazero.plan.layout.layers import Use
 from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import Buckets, ZeroPolicy, plan_buckets
@@ -71,15 +72,16 @@ def test_a_choice_of_when() -> None:
 
 def test_buckets() -> None:
     """At most the size asked for, in whole multiples of ALIGN for every rank; never less than that; none is idle."""
-    assert plan_buckets(10**6, [6400, 640], 2, overlap=True) == Buckets(3200, 1, packs=False)
-    assert plan_buckets(6400, [6400, 640], 2, overlap=True) == Buckets(3200, 1, packs=False)
-    assert plan_buckets(1000, [6400, 640], 2, overlap=False) == Buckets(448, 1, packs=True)
-    assert plan_buckets(1, [6400], 4, overlap=True) == Buckets(64, 2, packs=True)
-    assert plan_buckets(10**6, [], 4, overlap=True).columns == 0
+    two = [equal_ranges(6400, 2), equal_ranges(640, 2)]
+    assert plan_buckets(10**6, two, 0, overlap=True) == Buckets(3200, 1, False, 3200, 0)
+    assert plan_buckets(6400, two, 1, overlap=True) == Buckets(3200, 1, False, 3200, 0)
+    assert plan_buckets(1000, two, 0, overlap=False) == Buckets(448, 1, True, 448, 896)
+    assert plan_buckets(1, [equal_ranges(6400, 4)], 0, overlap=True) == Buckets(64, 2, True, 64, 256)
+    assert plan_buckets(10**6, [], 0, overlap=True).columns == 0
 
 
 def test_communication_buffers_are_constant() -> None:
     """CB: for 8 times the layers, and for 4 times the width, once a unit is larger than a bucket."""
-    blocks = [12 * h * h // 64 * 64 for h in (512, 1024, 2048)]
-    assert len({plan_buckets(100_000, [size], 8, True) for size in blocks}) == 1
-    assert plan_buckets(100_000, blocks[:1] * 8, 8, True) == plan_buckets(100_000, blocks[:1], 8, True)
+    blocks = [equal_ranges(12 * h * h // 64 * 64, 8) for h in (512, 1024, 2048)]
+    assert len({plan_buckets(100_000, [block], 0, True) for block in blocks}) == 1
+    assert plan_buckets(100_000, blocks[:1] * 8, 0, True) == plan_buckets(100_000, blocks[:1], 0, True)

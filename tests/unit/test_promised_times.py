@@ -6,6 +6,7 @@ A pass of a chunk takes 1 here: a forward, an input gradient, a weight gradient 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megazero.comm.mesh.pretend import PretendAxis
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ZeroConfig
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.stage import declare
+from megazero.plan.layout.flat_layout import Range, equal_ranges
 from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import Buckets
 from megazero.plan.program.operations import Backward, Fetch, Forward, Gather, Op, Recompute, Reduce, Sync
@@ -149,7 +151,7 @@ class _Events(PretendAxis):
         super().__init__("shard", list(range(size)), 0, needs_staging_buffer=False)
         self.events: list[str] = []
 
-    def start_reduce_scatter(self, whole: torch.Tensor, out: torch.Tensor, add: bool, scratch: torch.Tensor) -> Pending:
+    def start_reduce_scatter(self, whole: torch.Tensor, out: torch.Tensor, add: bool, *_: object) -> Pending:
         name = f"{out.storage_offset()}"
         self.events.append(f"start {name}")
         return Pending(lambda: self.events.append(f"wait {name}"))
@@ -166,8 +168,10 @@ class _Events(PretendAxis):
 def test_buckets_of_a_unit_follow_each_other(overlap: bool, slots: int, wanted: str) -> None:
     """A unit of 2 x 300 elements in buckets of 64 columns; after the bar, operations in flight after its start."""
     axis, tracker = _Events(2), MemoryTracker()
-    reducer = Reducer(axis, Buckets(64, slots, True), torch.float32, torch.device("cpu"), tracker, overlap)
-    reducer.start(Buffer(torch.zeros(600), tracker.allocate("buffers", 2400)), torch.zeros(300), False)
+    reducer = Reducer(axis, Buckets(64, slots, True, 64, 128), torch.float32, torch.device("cpu"), tracker, overlap)
+    unit = SimpleNamespace(ranges=equal_ranges(600, 2), owned=Range(0, 300), uneven=())
+    buffer = Buffer(torch.zeros(600), tracker.allocate("buffers", 2400))
+    reducer.start(buffer, torch.zeros(300), False, unit)  # type: ignore[arg-type]
     started = ", ".join(axis.events)
     reducer.drain()
     reducer.drain()  # waits for nothing twice

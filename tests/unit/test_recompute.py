@@ -171,6 +171,7 @@ class Watched(Copies):
     """Records its calls."""
 
     def __init__(self, events: list[str]) -> None:
+        super().__init__(Counter())
         self.events = events
 
     def start_fetch(self, stored: HostCopy) -> DeviceCopy:

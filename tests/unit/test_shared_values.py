@@ -154,8 +154,9 @@ def test_gradients_that_outlive_a_backward_are_persistent(
     stage: int, every: str, micro_batches: int, wanted: tuple[bool, bool]
 ) -> None:
     policy = ZeroPolicy.for_stage(ZeroConfig(stage, zero_reduce_every=every), 2)  # type: ignore[arg-type]
-    assert persistent_gradients(policy, True, micro_batches) == wanted
-    assert persistent_gradients(policy, False, micro_batches) == (False, False)
+    assert persistent_gradients(policy, True, micro_batches, on_host=False) == wanted
+    assert persistent_gradients(policy, True, micro_batches, on_host=True) == (wanted[0], False)
+    assert persistent_gradients(policy, False, micro_batches, on_host=False) == (False, False)
     engine = Engine(
         Case(zero=stage, recompute="full", md=True, micro_batches=micro_batches, batch=2).config(),
         Mesh.build(Layout(), 0, torch.device("cpu")),
@@ -168,17 +169,34 @@ def test_gradients_that_outlive_a_backward_are_persistent(
 @pytest.mark.parametrize(
     ("bucket", "sizes", "shards", "overlap", "wanted"),
     [
-        # (columns, slots, packs): a bucket holds shards x columns elements, columns a multiple of 64
-        (1024, [4096], 4, True, Buckets(256, 2, True)),  # of each rank's 1024 elements, 256 at a time
-        (1024, [4096], 4, False, Buckets(256, 1, True)),
-        (4096, [4096], 4, True, Buckets(1024, 1, False)),  # the unit is sent without packing
-        (4095, [4096], 4, True, Buckets(960, 2, True)),
-        (100, [4096], 4, True, Buckets(64, 2, True)),  # at least 64 columns
-        (10**9, [640, 1280], 2, True, Buckets(640, 1, False)),  # no larger than the largest unit
+        # (columns, slots, packs, row, packed): a bucket holds shards x columns elements, columns a multiple of 64
+        (1024, [4096], 4, True, Buckets(256, 2, True, 256, 1024)),  # of each rank's 1024 elements, 256 at a time
+        (1024, [4096], 4, False, Buckets(256, 1, True, 256, 1024)),
+        (4096, [4096], 4, True, Buckets(1024, 1, False, 1024, 0)),  # the unit is sent without packing
+        (4095, [4096], 4, True, Buckets(960, 2, True, 960, 3840)),
+        (100, [4096], 4, True, Buckets(64, 2, True, 64, 256)),  # at least 64 columns
+        (10**9, [640, 1280], 2, True, Buckets(640, 1, False, 640, 0)),  # no larger than the largest unit
     ],
 )
 def test_buckets_by_hand(bucket: int, sizes: list[int], shards: int, overlap: bool, wanted: Buckets) -> None:
-    assert plan_buckets(bucket, sizes, shards, overlap) == wanted
+    assert plan_buckets(bucket, [equal_ranges(size, shards) for size in sizes], 1, overlap) == wanted
+
+
+def test_buckets_of_uneven_ranges_by_hand() -> None:
+    """Rows of a bucket of 3 x 256: of ranges of 2048, 512 and 512 elements, they have 512, 128 and 128."""
+    ranges = Range(0, 512), Range(1024, 3072), Range(512, 1024)
+    found = plan_buckets(768, [ranges, equal_ranges(192, 3)], 1, True)
+    assert found == Buckets(256, 2, True, 512, 768) and found.count(ranges) == 4
+    assert plan_buckets(768, [ranges], 2, True) == Buckets(256, 2, True, 128, 768)
+    rows = [found.rows(ranges, number) for number in range(4)]
+    assert rows[0] == [(0, 128), (1024, 1536), (512, 640)] and rows[3] == [(384, 512), (2560, 3072), (896, 1024)]
+    odd = Range(0, 64), Range(64, 320), Range(320, 320)  # rows begin at multiples of 64
+    small = plan_buckets(192, [odd], 0, False)
+    assert small == Buckets(64, 1, True, 64, 256) and small.count(odd) == 2
+    assert [small.rows(odd, n) for n in (0, 1)] == [
+        [(0, 64), (64, 256), (320, 320)],
+        [(64, 64), (256, 320), (320, 320)],
+    ]
 
 
 def test_rows_of_a_table_are_padded_to_64_a_rank() -> None:

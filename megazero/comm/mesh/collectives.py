@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.launch.errors import peer_errors
 from megazero.comm.mesh.in_flight import InFlight
-from megazero.plan.layout.topology import ring_bytes
+from megazero.plan.layout.flat_layout import Range
+from megazero.plan.layout.topology import ring_bytes, unsent
 
 SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
 
@@ -76,10 +77,16 @@ class Axis:
         """Return true if a reduce-scatter needs scratch to receive every other rank's rows; see `_exchange`."""
         return self.size > 1 and dist.get_backend(self.group) == "gloo"
 
-    def _count(self, operation: str, x: torch.Tensor, passes: int, kind: str | None) -> None:
+    def _count(
+        self, operation: str, x: torch.Tensor, passes: int, kind: str | None, parts: Sequence[Range] = ()
+    ) -> None:
         assert x.is_contiguous(), f"{self.name}: {operation} on shape {tuple(x.shape)}, stride {x.stride()}"
-        num_bytes = x.numel() * x.element_size()
-        self._issued(operation, kind or self.name, ring_bytes(num_bytes, self.size, passes) if passes else num_bytes)
+        num_bytes = x.nbytes
+        if parts:
+            num_bytes -= unsent(operation, parts, self.rank) * x.element_size()
+        elif passes:
+            num_bytes = ring_bytes(num_bytes, self.size, passes)
+        self._issued(operation, kind or self.name, num_bytes)
 
     def _issued(self, operation: str, kind: str, num_bytes: int) -> None:
         """Count the bytes that this rank sends for a collective or a message."""
@@ -140,22 +147,27 @@ class Axis:
         self.start_all_reduce(x, op, kind).wait()
         return x
 
-    def start_all_gather(self, part: torch.Tensor, out: torch.Tensor) -> Pending:
-        """Gather the ranks' `part`s in order into `out`. `part` may be a view of its own place in `out`."""
-        assert part.is_contiguous() and part.numel() * self.size == out.numel(), (part.shape, out.shape)
+    def start_all_gather(self, part: torch.Tensor, out: torch.Tensor, ranges: Sequence[Range] = ()) -> Pending:
+        """Gather the ranks' `part`s into `out`. `part` may be a view of its own place in `out`.
+
+        Args:
+            ranges: the places of the parts in `out` [n], which they tile; without them it has equal parts in order.
+        """
         if self.size == 1:
             if not _same_place(out, part):
                 out.copy_(part.view_as(out))
             return Pending()
-        self._count("all-gather", out, 1, None)
+        parts = [out[each.slice()] for each in ranges] or list(out.view(self.size, -1))
+        assert part.is_contiguous() and part.numel() == parts[self.rank].numel(), (part.shape, out.shape)
+        self._count("all-gather", out, 1, None, ranges)
         if not self.needs_staging_buffer:
-            return self._start(
-                "all-gather",
-                lambda: _all_gather(out, part, group=self.group, async_op=True),
-                reads=(part,),
-                writes=(out,),
-            )
-        parts = out.view(self.size, -1)
+
+            def collective() -> _Work:
+                if ranges:
+                    return dist.all_gather(parts, part, self.group, async_op=True)
+                return _all_gather(out, part, group=self.group, async_op=True)
+
+            return self._start("all-gather", collective, reads=(part,), writes=(out,))
 
         def exchange() -> _Work:
             if not _same_place(parts[self.rank], part):
@@ -174,22 +186,28 @@ class Axis:
             return 0
         return numel * (self.size - 1) if self.needs_staging_buffer else numel
 
-    def start_reduce_scatter(self, full: torch.Tensor, out: torch.Tensor, add: bool, scratch: torch.Tensor) -> Pending:
-        """Sum `full` over the ranks. The wait writes this rank's 1/size of the sum to `out`, or adds it if `add`.
+    def start_reduce_scatter(
+        self, full: torch.Tensor, out: torch.Tensor, add: bool, scratch: torch.Tensor, ranges: Sequence[Range] = ()
+    ) -> Pending:
+        """Sum `full` over the ranks. The wait writes this rank's part of the sum to `out`, or adds it if `add`.
 
-        Shapes: full [size * n], out [n], scratch at least [scratch_numel(n)]. NCCL writes to `out` directly, and needs
+        Shapes: full [n], out [part], scratch at least [scratch_numel(part)]. NCCL writes to `out` directly, and needs
         scratch only if `add`.
+
+        Args:
+            ranges: of `full`, which they tile, the ranks' parts; without them it has equal parts in order.
         """
-        assert full.dim() == 1 and full.numel() == out.numel() * self.size, (full.shape, out.shape)
         if self.size == 1:
             _write(out, full, add)
             return Pending()
-        self._count("reduce-scatter", full, 1, None)
+        parts = [full[each.slice()] for each in ranges] or list(full.view(self.size, -1))
+        assert full.dim() == 1 and out.shape == parts[self.rank].shape, (full.shape, out.shape)
+        self._count("reduce-scatter", full, 1, None, ranges)
         scratch = scratch[: self.scratch_numel(out.numel())]
         name, group = "reduce-scatter", self.group
         if self.needs_staging_buffer:
-            rows = dict(enumerate(full.view(self.size, -1)))
-            arriving = dict(zip(self._others, scratch.view(self.size - 1, -1), strict=True))
+            rows = dict(enumerate(parts))
+            arriving = dict(zip(self._others, scratch.view(self.size - 1, out.numel()), strict=True))
             return self._start(
                 name,
                 lambda: self._exchange({i: rows[i] for i in self._others}, arriving),
@@ -198,16 +216,17 @@ class Axis:
                 result=out,
                 then=lambda: _sum_rows([(rows | arriving)[i] for i in rows], out, add),
             )
+
+        def collective(target: torch.Tensor) -> _Work:
+            if ranges:
+                return dist.reduce_scatter(target, parts, group=group, async_op=True)
+            return _reduce_scatter(target, full, group=group, async_op=True)
+
         if not add:
-            return self._start(
-                name,
-                lambda: _reduce_scatter(out, full, group=group, async_op=True),
-                reads=(full,),
-                writes=(out,),
-            )
+            return self._start(name, lambda: collective(out), reads=(full,), writes=(out,))
         return self._start(
             name,
-            lambda: _reduce_scatter(scratch, full, group=group, async_op=True),
+            lambda: collective(scratch),
             reads=(full,),
             writes=(scratch,),
             result=out,
@@ -224,8 +243,8 @@ class Axis:
         """
         self._num_exchanges = (self._num_exchanges + 1) % (1 << 31)
         tag, group = self._num_exchanges, self.group
-        works = [dist.irecv(x, self.ranks[i], group, tag) for i, x in receives.items()]
-        works += [dist.isend(x, self.ranks[i], group, tag) for i, x in sends.items()]
+        works = [dist.irecv(x, self.ranks[i], group, tag) for i, x in receives.items() if x.numel()]
+        works += [dist.isend(x, self.ranks[i], group, tag) for i, x in sends.items() if x.numel()]
         return _Works(works)
 
     def start_shift(self, x: torch.Tensor, out: torch.Tensor, step: int) -> Pending:

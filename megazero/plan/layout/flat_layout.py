@@ -39,6 +39,61 @@ class Range(NamedTuple):
         return slice(self.start, self.stop)
 
 
+class Matrices(NamedTuple):
+    """Matrices of equal shape that are updated as whole ones.
+
+    Attributes:
+        number: how many there are, in a piece.
+        rows, columns: of each, whole.
+        axis: the axis whose ranks have a part of each; empty: they are not divided.
+        by_rows: whether a part has some rows, or some columns.
+    """
+
+    number: int
+    rows: int
+    columns: int
+    axis: str = ""
+    by_rows: bool = True
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The side of the Gram matrix, and the other one.
+
+        Ranks that have parts of a matrix sum Gram matrices of the side that is not divided, unless that is the longer
+        one: then they gather the matrix, and each computes all of it.
+        """
+        whole, divided = (self.columns, self.rows) if self.by_rows else (self.rows, self.columns)
+        return (whole, divided) if self.sums_grams else (min(whole, divided), max(whole, divided))
+
+    @property
+    def sums_grams(self) -> bool:
+        whole, divided = (self.columns, self.rows) if self.by_rows else (self.rows, self.columns)
+        return bool(self.axis) and whole <= divided
+
+    @property
+    def cost(self) -> int:
+        """A cost that is in proportion to the products of a Newton-Schulz iteration."""
+        short, long = sorted((self.rows, self.columns))
+        return self.number * short * short * long
+
+    def working(self, ranks: int) -> int:
+        """Return the elements of the buffers of an update on one of `ranks` ranks of the axis.
+
+        These are the matrix, its normalized copy and the next one, two Gram matrices, and a part that is gathered.
+        """
+        side, other = self.sides
+        part = side * other // ranks
+        if self.sums_grams:
+            return 3 * part + 2 * side * side
+        return 3 * side * other + 2 * side * side + (part if ranks > 1 else 0)
+
+    def flops(self, ranks: int, steps: int) -> int:
+        """Return the FLOPs of the Newton-Schulz iterations of all of them on one of `ranks` ranks of the axis."""
+        side, other = self.sides
+        mine = other // ranks if self.sums_grams else other
+        return self.number * steps * (4 * side * side * mine + 2 * side**3)
+
+
 class FlatParam(NamedTuple):
     """The properties of a parameter that its place in the buffer depends on."""
 
@@ -48,7 +103,7 @@ class FlatParam(NamedTuple):
     sharded: frozenset[str] = frozenset()  # axes that shard it; it is replicated over all others
     summed: frozenset[str] = frozenset()  # axes that replicate it and sum its gradient
     pieces: int = 0  # of matrices: equal parts, between which an optimizer of whole matrices may cut it; 0: no matrix
-    cost: int = 0  # of updating whole matrices, of each piece
+    matrices: Matrices | None = None  # of each piece
 
     @property
     def section(self) -> tuple[bool, list[str], list[str]]:
@@ -56,11 +111,11 @@ class FlatParam(NamedTuple):
         return not self.sharded, sorted(self.sharded), sorted(self.summed)
 
 
-class Piece(NamedTuple):
+class FlatPiece(NamedTuple):
     """A parameter, or a part of it that one rank must own if its optimizer updates whole matrices."""
 
     start: int
-    cost: int
+    matrices: Matrices | None
 
 
 class Section(NamedTuple):
@@ -80,7 +135,7 @@ class FlatLayout:
     sections: list[Section]
     decayed: Range
     matrices: list[Range]  # gaps included
-    pieces: list[Piece]
+    pieces: list[FlatPiece]
     numel: int
 
     def by_rule(self, owned: Range) -> list[tuple[bool, Range]]:
@@ -92,7 +147,11 @@ class FlatLayout:
 
     def cost(self, owned: Range) -> int:
         """Return the cost of updating the matrices in a range, which begins and ends between pieces."""
-        return sum(piece.cost for piece in self.pieces if owned.start <= piece.start < owned.stop)
+        return sum(matrices.cost for matrices in self.matrices_in(owned))
+
+    def matrices_in(self, owned: Range) -> list[Matrices]:
+        """Return the matrices of each piece in a range."""
+        return [piece.matrices for piece in self.pieces if piece.matrices and owned.start <= piece.start < owned.stop]
 
     def replicated(self, axis: str) -> list[Range]:
         """Return the ranges of the parameters that are replicated over `axis`."""
@@ -165,12 +224,14 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     params = list(params)
     windows: dict[str, Range] = {}
     matrices: list[Range] = []
-    pieces: list[Piece] = []
+    pieces: list[FlatPiece] = []
     gaps: list[Range] = []
     sections: list[Section] = []
     at = decayed = 0
     for decays in (True, False):
-        half = sorted((p for p in params if p.decays == decays), key=lambda p: (p.section, not p.pieces), reverse=not decays)
+        half = sorted(
+            (p for p in params if p.decays == decays), key=lambda p: (p.section, not p.pieces), reverse=not decays
+        )
         for (_, sharded, summed), equal in itertools.groupby(half, key=lambda p: p.section):
             start = at
             for p in equal:
@@ -188,12 +249,14 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     )
 
 
-def _pieces(p: FlatParam, at: int) -> list[Piece]:
+def _pieces(p: FlatParam, at: int) -> list[FlatPiece]:
     """Return the pieces of a parameter at `at`. Pieces of an unaligned size are one."""
-    each = p.numel // p.pieces if p.pieces else 0
+    if p.matrices is None:
+        return [FlatPiece(at, None)]
+    each = p.numel // p.pieces
     if each % ALIGN or not each:
-        return [Piece(at, p.pieces * p.cost)]
-    return [Piece(start, p.cost) for start in range(at, at + p.numel, each)]
+        return [FlatPiece(at, p.matrices._replace(number=p.pieces * p.matrices.number))]
+    return [FlatPiece(start, p.matrices) for start in range(at, at + p.numel, each)]
 
 
 def partition_numel(numel: int, size: int) -> int:

@@ -90,7 +90,7 @@ class LayerKind:
         """Return the weights of layer `layer` of this kind; names that match a pattern of `frozen` do not train."""
         named = [dataclasses.replace(s, name=layer + s.name.removeprefix(self.name)) for s in self.params]
         return [
-            dataclasses.replace(s, trains=False, decays=False)
+            dataclasses.replace(s, trains=False, decays=False, matrices=None)
             if any(fnmatch.fnmatchcase(s.name, pattern) for pattern in frozen)
             else s
             for s in named
@@ -158,6 +158,7 @@ class Layers:
         return [*(unit for name in own for unit in self.kinds[name].reads if unit not in own), *own]
 
 
+@functools.lru_cache(maxsize=4)
 def stage_units(layers: Layers, layout: Layout, pp: int, frozen: tuple[str, ...] = ()) -> dict[str, list[ParamSpec]]:
     """unit name -> parameters of the units that pipeline rank `pp` holds, in the order of the forward pass.
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megazero.plan.layout.flat_layout import FlatLayout, FlatParam, flat_layout, round_up
+from megazero.plan.layout.flat_layout import FlatLayout, FlatParam, Matrices, flat_layout, round_up
 
 EXPERTS = ".experts"  # end of the name of a unit of experts; it begins with their layer's
 VOCABULARY_ALIGN = 64  # rows of a rank's part of the token table: keeps the logits' matrix product aligned
@@ -59,24 +59,21 @@ class ParamSpec:
         return math.prod(self.shape) * mine // experts
 
     @property
-    def matrix(self) -> tuple[int, int]:
-        """Rows and columns of each of its whole matrices."""
-        rows = [size for dim, size in enumerate(self.shape[:-1]) if dim not in (self.matrices or ())]
-        return math.prod(rows), self.shape[-1]
+    def leading(self) -> int:
+        """The number of leading dims that number matrices. So the equal parts along these dims are whole matrices."""
+        return len(list(itertools.takewhile(lambda dim: dim in (self.matrices or ()), range(len(self.shape)))))
 
     def flat(self, block: LocalBlock) -> FlatParam:
-        """Return the properties that its place in a flat buffer depends on.
-
-        A matrix costs its smaller side squared times its larger one, as Newton-Schulz iterations do.
-        """
+        """Return the properties that its place in a flat buffer depends on."""
+        param = FlatParam(self.name, block.stored_numel, self.decays, self.axes, self.summed)
         if self.matrices is None:
-            return FlatParam(self.name, block.stored_numel, self.decays, self.axes, self.summed)
-        number = self.matrices
-        leading = itertools.takewhile(lambda dim: dim in number, range(len(self.shape)))
-        pieces, count = (math.prod(block.stored[dim] for dim in dims) for dims in (leading, number))
-        small, large = sorted(self.matrix)
-        cost = count // pieces * small * small * large
-        return FlatParam(self.name, block.stored_numel, self.decays, self.axes, self.summed, pieces, cost)
+            return param
+        numbers, last = self.matrices, len(self.shape) - 1
+        pieces, count = math.prod(block.stored[: self.leading]), math.prod(block.stored[dim] for dim in numbers)
+        rows = math.prod(size for dim, size in enumerate(self.shape[:-1]) if dim not in numbers)
+        [divided] = [each for each in self.sharded if each[0] not in numbers] or [(0, "")]
+        matrices = Matrices(count // pieces, rows, self.shape[-1], divided[1], divided[0] != last)
+        return param._replace(pieces=pieces, matrices=matrices)
 
     @property
     def axes(self) -> frozenset[str]:

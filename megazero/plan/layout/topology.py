@@ -6,11 +6,12 @@ Ranks are numbered pp-major, tp-minor: tensor-parallel neighbours share a node.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from megazero.plan.layout.flat_layout import Range
 from megazero.plan.schedule.schedules import placement
 from megazero.plan.schedule.split import even_split
 
@@ -275,3 +276,14 @@ def ring_bytes(num_bytes: int, size: int, passes: int = 1) -> int:
     One pass is a reduce-scatter or an all-gather of the whole buffer, two are an all-reduce.
     """
     return passes * num_bytes * (size - 1) // size
+
+
+def unsent(collective: str, parts: Sequence[Range], place: int) -> int:
+    """Return the elements that rank `place` of a ring does not send in one pass of a buffer.
+
+    In an all-gather, each part ends at the rank before its owner; in a reduce-scatter, each sum at its owner.
+
+    Args:
+        parts: of the buffer, one per rank.
+    """
+    return parts[(place + 1) % len(parts) if collective == "all-gather" else place].numel

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.config.schema import Config, ZeroConfig
-from megazero.plan.layout.flat_layout import ALIGN, FlatLayout, Range, deal, equal_ranges
+from megazero.plan.layout.flat_layout import ALIGN, FlatLayout, Range, deal, equal_ranges, round_up
 from megazero.plan.layout.parameters import EXPERTS
 from megazero.plan.layout.topology import Layout
 
@@ -110,9 +110,7 @@ def sharding_groups(config: Config, layout: Layout) -> dict[str, ShardingGroup]:
     return found
 
 
-def owned_ranges(
-    flats: Mapping[str, FlatLayout], groups: Mapping[str, ShardingGroup]
-) -> dict[str, tuple[Range, ...]]:
+def owned_ranges(flats: Mapping[str, FlatLayout], groups: Mapping[str, ShardingGroup]) -> dict[str, tuple[Range, ...]]:
     """Return unit -> the range that each rank of its group owns, of all units of a pipeline rank."""
     found: dict[str, tuple[Range, ...]] = {}
     for name, group in groups.items():
@@ -169,20 +167,52 @@ def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int, on
 
 
 class Buckets(NamedTuple):
-    """Shape and number of the reduce-scatter buckets, of [shards, columns] elements each."""
+    """Shape and number of the reduce-scatter buckets. Each has a row for every rank, of `columns` elements on average.
 
-    columns: int  # elements of each rank's row
+    Rows are as long as each other, unless ranks own whole matrices: then the rows of a unit are in proportion to the
+    ranges of the ranks, and each begins at a multiple of ALIGN.
+    """
+
+    columns: int
     slots: int  # buckets in flight at once
     packs: bool  # some unit is larger than a bucket, so that its rows are copied into buckets
+    row: int  # the longest row that this rank receives
+    packed: int  # elements of a bucket, if units are packed, else 0
+
+    def count(self, ranges: Sequence[Range]) -> int:
+        """Return the number of buckets of a unit; ranges: of it, that ranks own."""
+        return max(1, -(-_mean(ranges) // self.columns)) if self.columns else 1
+
+    def rows(self, ranges: Sequence[Range], number: int) -> list[Range]:
+        """Return the part of each rank's range that bucket `number` of a unit has."""
+        if self.count(ranges) == 1:
+            return list(ranges)
+        mean, found = _mean(ranges), []
+        for owned in ranges:
+            each = round_up(-(-owned.numel * self.columns // mean), ALIGN)
+            found.append(Range(*(min(owned.stop, owned.start + k * each) for k in (number, number + 1))))
+        return found
 
 
-def plan_buckets(bucket_size: int, sizes: list[int], shards: int, overlap: bool) -> Buckets:
-    """Plan buckets of at most `bucket_size` elements (at least ALIGN columns) for units of `sizes`.
+def _mean(ranges: Sequence[Range]) -> int:
+    return sum(owned.numel for owned in ranges) // len(ranges)
+
+
+def plan_buckets(bucket_size: int, units: Sequence[Sequence[Range]], place: int, overlap: bool) -> Buckets:
+    """Plan buckets of about `bucket_size` elements (at least ALIGN columns).
 
     A unit's reduction ends before the next one's starts. So a second bucket helps only units that need several, and no
     bucket is larger than the largest unit.
+
+    Args:
+        units: of each unit, the range that each rank of its group owns.
+        place: this rank's.
     """
-    largest = max(sizes, default=0) // shards
+    if not units:
+        return Buckets(0, 1, False, 0, 0)
+    largest, shards = max(map(_mean, units)), len(units[0])
     columns = min(largest, max(ALIGN, bucket_size // shards // ALIGN * ALIGN))
-    packs = largest > columns
-    return Buckets(columns, 2 if overlap and packs else 1, packs)
+    found = Buckets(columns, 2 if overlap and largest > columns else 1, largest > columns, 0, 0)
+    rows = [found.rows(ranges, 0) for ranges in units]  # the longest are first
+    packed = max(sum(row.numel for row in each) for each in rows) if found.packs else 0
+    return found._replace(row=max(each[place].numel for each in rows), packed=packed)

@@ -182,9 +182,8 @@ class FetchWeights(UnitOp):
 
 # -- asynchronous operations. Without Start and Wait, one is started and waited for at once.
 
-Asynchronous = (
-    (Gather | Fetch | Reduce | Recv | Send | Sync | ReduceReplicas | SumReplicated | SumTied)
-    | (StoreGradient | FetchGradient | FetchWeights)
+Asynchronous = (Gather | Fetch | Reduce | Recv | Send | Sync | ReduceReplicas | SumReplicated | SumTied) | (
+    StoreGradient | FetchGradient | FetchWeights
 )
 
 

@@ -52,7 +52,7 @@ class Unit(NamedTuple):
 
     flat: FlatLayout  # with the names of the first unit of its kind
     trains: bool
-    owned: tuple[Range, ...]  # by each rank of its sharding group
+    owned: tuple[Range, ...] = ()  # by each rank of its sharding group
     sums_over_tp: bool = False  # at least one gradient
     summed: tuple[Range, ...] = ()  # elements whose gradients are summed over tp
     group: str = DENSE  # its sharding group
@@ -115,6 +115,17 @@ class RankSpec:
     def policy(self, unit: str) -> ZeroPolicy:
         """Return the ZeRO policy of a unit."""
         return self.group(unit).policy
+
+    @functools.cached_property
+    def update_imbalance(self) -> float:
+        """The cost of updating whole matrices on the busiest rank of a sharding group, over the mean of its ranks."""
+        found = [1.0]
+        for name in self.groups:
+            units = [unit for unit in self.units.values() if unit.group == name]
+            ranks = zip(*([unit.flat.cost(owned) for owned in unit.owned] for unit in units), strict=True)
+            costs = [sum(rank) for rank in ranks]
+            found += [max(costs) * len(costs) / sum(costs)] if sum(costs) else []
+        return max(found)
 
     @property
     def trained_units(self) -> list[str]:

@@ -64,7 +64,7 @@ class Moment(NamedTuple):
 
 
 class StageBytes(NamedTuple):
-    """Bytes of one rank of a pipeline stage.
+    """Bytes of one rank of a pipeline stage: of the fullest.
 
     Attributes:
         memory, traffic: as `estimate`.
@@ -146,13 +146,13 @@ def predicted_after(
 
 @functools.lru_cache(maxsize=64)
 def stage_bytes(config: Config, layout: Layout, pp: int, device_type: str) -> StageBytes:
-    """Predict the bytes of the first rank of pipeline stage `pp`; `config` is resolved."""
+    """Predict the bytes of the fullest rank of pipeline stage `pp`; `config` is resolved."""
     few = Few.of(config.parallel.pipeline_schedule, layout, config.micro_batches(layout.dp))
     return StageBytes(*few.extend([_of_stage(config, layout, pp, device_type, count).run() for count in few.counts]))
 
 
 def stage_moments(config: Config, layout: Layout, pp: int, device_type: str) -> list[Moment]:
-    """Predict the bytes of the first rank of pipeline stage `pp` after every operation of a few micro-batches."""
+    """Predict the bytes of the fullest rank of pipeline stage `pp` after every operation of a few micro-batches."""
     few = Few.of(config.parallel.pipeline_schedule, layout, config.micro_batches(layout.dp))
     found = list[Moment]()
     walk = _of_stage(config, layout, pp, device_type, few.counts[0])
@@ -164,8 +164,21 @@ def stage_moments(config: Config, layout: Layout, pp: int, device_type: str) -> 
 def _of_stage(config: Config, layout: Layout, pp: int, device_type: str, micro_batches: int) -> _Walk:
     samples = micro_batches * config.training.micro_batch_size * layout.dp
     return _Walk(
-        with_values(config, {"global-batch-size": samples}), layout, layout.stage_ranks(pp)[0], device_type == "cpu"
+        with_values(config, {"global-batch-size": samples}), layout, _fullest(config, layout, pp), device_type == "cpu"
     )
+
+
+def _fullest(config: Config, layout: Layout, pp: int) -> int:
+    """Return the rank of a pipeline stage that owns most elements; the first, if they own as many."""
+    ranks, spec = layout.stage_ranks(pp), rank_spec(config, layout, pp, declare)
+    if not config.optimizer.rules.matrices.whole_matrices:
+        return ranks[0]
+
+    def owned(rank: int) -> int:
+        places = layout.places(layout.coord(rank))
+        return sum(unit.owned[places[spec.groups[unit.group].axis]].numel for unit in spec.units.values())
+
+    return max(ranks, key=owned)
 
 
 class _Level:
@@ -363,7 +376,7 @@ class _Walk:
         if ("sharded", op.unit) not in self.allocations:
             size = 0 if sizes.persistent[op.unit].sharded else sizes.owned_gradients(op.unit)
             self.allocations["sharded", op.unit] = self.tracker.allocate("gradients", size)
-        if sizes.owned(op.unit) <= sizes.buckets[self.spec.units[op.unit].group].columns:
+        if not sizes.packs(op.unit):
             self.allocations[op] = unsharded
 
     def _store_gradient(self, op: StoreGradient) -> None:
@@ -375,6 +388,7 @@ class _Walk:
 
     def _update(self, op: Update) -> None:
         on_host = self.spec.units[op.unit].on_host
-        self.tracker.allocate("host" if on_host else "buffers", self.sizes.cast_gradients(op.unit)).end()
+        temporary = self.sizes.cast_gradients(op.unit) + self.sizes.working(op.unit)
+        self.tracker.allocate("host" if on_host else "buffers", temporary).end()
         if not on_host:
             self.allocations[op] = self.allocations.pop(("sharded", op.unit))

@@ -37,6 +37,8 @@ def report_rows(config: Config, layout: Layout, device_type: str = "cpu") -> lis
 
 def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     states = [States.of_group(config, group) for group in sharding_groups(config, layout).values()]
+    rules = config.optimizer.rules
+    others = f", of tables and vectors {Rates.of(config, rules.others).optimizer} Psi" if len(rules.rules) > 1 else ""
     w, formulas = Rates.least(config).weights, {"optimizer": "", "gradients": ""}
     activations, full = config.activations, config.activations.recompute == "full"
     parts = f" / {layout.tp}" if activations.partition_activations or config.parallel.sequence_parallel else ""
@@ -47,6 +49,7 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
         "activations": f"autograd's saved tensors of {'one recomputed block, and the ends' if full else 'all layers'}",
         **{
             kind: " and, of experts, ".join(dict.fromkeys(str(getattr(each, kind)) for each in states))
+            + (others if kind == "optimizer" else "")
             for kind in ("parameters", "optimizer", "gradients")
             if getattr(states[0], kind).each
         },

@@ -130,7 +130,10 @@ class StepCosts:
             return self._copy(op)
         if isinstance(op, HOST_COPIES):
             return sum(move.num_bytes for move in self.sizes.moves(op)) / self.device["host.bandwidth"]
-        return self._moving(self.sizes.moves(op)) + self._of_unit(op)
+        moving = self._moving(self.sizes.moves(op))
+        if isinstance(op, Update):  # these are the collectives of all of a sharding group's ranks
+            moving *= self.spec.update_imbalance / self.spec.group(op.unit).parts
+        return moving + self._of_unit(op)
 
     def _moving(self, moves: tuple[Moved, ...]) -> float:
         return sum(self.network.collective(move.axis, move.collective, move.num_bytes) for move in moves)
@@ -195,6 +198,18 @@ class StepCosts:
             return roofline.memory("norm", read) * roofline.slower + on_host + self._moving(sizes.agreed())
         return self._update(op.unit) if isinstance(op, Update) else 0.0
 
+    def _matrices(self, unit: str) -> float:
+        """Return the seconds of Newton-Schulz iterations on the busiest rank."""
+        sizes, steps, total = self.sizes, self.config.optimizer.muon_num_ns_steps, 0.0
+        dtype = {2: "bf16", 4: "fp32", 8: "fp64"}[sizes.product_bytes]
+        for matrices in sizes.matrices(unit):
+            side, other = matrices.sides
+            mine = other // sizes.parts_of(matrices) if matrices.sums_grams else other
+            shapes = (side, side, mine), (side, side, side), (side, mine, side)
+            products = sum(self.roofline.product(Product(1, *shape), dtype) for shape in shapes)
+            total += matrices.number * steps * products
+        return total / self.spec.group(unit).parts * self.spec.update_imbalance
+
     def _update(self, unit: str) -> float:
         """Return the seconds of a fused update: two slices, with and without weight decay, and the casts."""
         rates = self.sizes.rates
@@ -202,5 +217,5 @@ class StepCosts:
             return self.sizes.updated(unit) / self.device.host_memory_bandwidth
         calls = 2 + (rates.gradients != rates.state) + (rates.weights != rates.state)
         host = calls * self.device["overhead.call"]
-        device = self.roofline.memory("adamw", self.sizes.updated(unit)) * self.roofline.slower
+        device = self.roofline.memory("adamw", self.sizes.updated(unit)) * self.roofline.slower + self._matrices(unit)
         return device + host if self.device.kind == "cpu" else max(device, host)

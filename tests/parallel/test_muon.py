@@ -1,0 +1,59 @@
+"""Muon: the same update in every layout, with whole matrices owned by one rank each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.parallel.cases import MODEL, Case, train
+from tests.parallel.test_parity import SHALLOW, check_balance, check_bytes, expected, fp64, relative_error
+
+# Newton-Schulz iterations multiply small singular values by 3.4 each, 480 in all, and with them their rounding errors.
+TOLERANCE = 1e-9
+LLAMA = replace(SHALLOW, architecture="llama", num_query_groups=2)
+EXPERTS = replace(
+    SHALLOW,
+    architecture="qwen2-moe",
+    num_query_groups=2,
+    num_experts=4,
+    moe_ffn_hidden_size=24,
+    moe_shared_expert_intermediate_size=36,
+    moe_shared_expert_gate=True,
+    seq_length=12,
+)
+
+
+def muon(**changes: object) -> Case:
+    return fp64(Case(optimizer="muon", **({"model": LLAMA} | changes)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        muon(),
+        muon(model=SHALLOW),
+        *(muon(dp=2, zero=zero, model=SHALLOW) for zero in (1, 2, 3)),
+        muon(dp=3, zero=3, options=(("reduce_bucket_size", 3000),)),
+        muon(dp=4, zero=2, micro_batches=3),
+        muon(tp=2, zero=0, sp=True),
+        muon(tp=2, model=SHALLOW),
+        muon(dp=2, tp=2, zero=3),
+        muon(dp=2, tp=2, zero=1, options=(("zero_shard_size", 2),)),
+        muon(pp=2, dp=2, zero=2, model=replace(MODEL, num_layers=3)),
+        muon(dp=2, zero=2, frozen=("blocks.0.*", "*.mlp.down.*")),
+        muon(dp=2, zero=3, model=EXPERTS),
+        muon(dp=2, ep=2, zero=2, model=EXPERTS),
+        muon(tp=2, etp=1, dp=2, ep=2, zero=1, model=EXPERTS, sp=True),
+        muon(tp=2, dp=2, ep=2, zero=3, model=EXPERTS, sp=True),
+    ],
+    ids=str,
+)
+def test_every_layout_makes_the_same_updates(case: Case, ranks) -> None:
+    losses, norms = expected(case)
+    outcomes = ranks(case.world).run(train, case)
+    for outcome in outcomes:
+        assert relative_error(outcome.losses, losses) < TOLERANCE
+        assert relative_error(outcome.norms, norms) < TOLERANCE
+    check_bytes(case, outcomes)
+    check_balance(case, outcomes)
