@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from megazero.comm.mesh.mesh import Mesh
+from megazero.model.stage import declare
+from megazero.plan.program.rank_spec import rank_spec
 from megazero.price.bytes.estimate import estimate
 from tests.helpers.planted import Fault, planted
 from tests.helpers.pretended_gpu import EARLY_FREE, GPU, MIXED_DEVICES, RACE, Finding, pretended_gpu
@@ -54,7 +56,8 @@ def test_every_path_of_a_gpu_is_in_order(case: Case, ranks) -> None:
     watched = ranks(case.world).run(train_watched, case)
     for rank, (outcome, found, waits) in enumerate(watched):
         assert found == {}
-        wanted = [*(FOR_GRADIENTS if case.offload else []), "tolist"]
+        spec = rank_spec(case.config(), case.layout, case.layout.coord(rank).pp, declare)
+        wanted = [*(FOR_GRADIENTS if spec.offloaded_units else []), "tolist"]
         assert [[wait for wait in step if wait != IN_CAPTURES] for step in waits] == [wanted] * STEPS
         assert IN_CAPTURES not in waits[-1]
         memory, traffic = estimate(case.config(), case.layout, rank, needs_staging_buffer=False)

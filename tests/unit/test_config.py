@@ -47,7 +47,7 @@ COMING: set[str] = set()
 # 116 and on: the parts of published families: factors, windows, layers that alternate, rotary scalings, soft caps.
 # 142: --num-experts, eight --moe-* and two sizes of layouts: mixture of experts.
 # 148: --moe-router-score-function and others, DeepSeek-V3's router.
-NUM_OPTIONS = 153
+NUM_OPTIONS = 155
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -340,6 +340,13 @@ def test_resolve_keeps_what_is_asked_for() -> None:
 EXPERTS = {"architecture": "llama", "num_experts": 4}
 REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"precision": "fp64", "fused_kernels": "triton"}, 1, 9, "--fused-kernels triton with --precision fp64: there are"),
+    ({"optimizer": "muon", "optimizer_cpu_offload": True}, 1, 9, "--optimizer-cpu-offload with --optimizer muon: its"),
+    (
+        {"optimizer_offload_fraction": 0.5},
+        1,
+        9,
+        "--optimizer-offload-fraction 0.5 needs --optimizer-cpu-offload; add it",
+    ),
     *(
         ({"cuda_graph_impl": "local", **options}, 2, 9, f"--cuda-graph-impl local with {said}.*--cuda-graph-impl none")
         for options, said in [
