@@ -9,7 +9,7 @@ from megazero.zero.flat_unit import FlatUnit, ZeroOptions
 
 
 class HostBuffer:
-    """Memory for what is copied to and from the device, pinned on a GPU: first gradients, then the updated weights.
+    """Memory of copies to and from the device, pinned on a GPU: first of gradients, then of updated weights.
 
     gradient  [owned]  in --grad-dtype: summed so far, from the first StoreGradient to the update
     weights   [owned]  in --precision: the same memory, from the update to the end of FetchWeights
