@@ -26,8 +26,10 @@ from megazero.plan.program.operations import (
 from megazero.plan.program.program import Program, program
 from megazero.plan.program.rank_spec import RankSpec, rank_spec
 from megazero.plan.sizes import Rates
+from megazero.price.bytes.estimate import estimate
 from tests.parallel.cases import MODEL, Case, train
 from tests.parallel.test_parity import check_bytes
+from tests.parallel.test_pretended_gpu import FOR_GRADIENTS, train_watched
 
 SMALL = replace(MODEL, num_layers=3)
 LLAMA = replace(SMALL, architecture="llama", num_query_groups=2)
@@ -67,6 +69,25 @@ def test_it_is_the_same_run_to_the_bit(case: Case, fraction: float, ranks) -> No
         for here, there in zip(ours.sent, theirs.sent, strict=True):
             assert here | {"pcie": 0} == there | {"pcie": 0} and here["pcie"] > there["pcie"]
     check_bytes(offloaded, host)
+
+
+ON_GPU = [
+    case_of(zero=2, precision="fp16", offload=0.8, options=(("reduce_bucket_size", 3000),)),
+    case_of(dp=1, pp=2, micro_batches=2, offload=1.0),
+]
+
+
+@pytest.mark.parametrize("case", ON_GPU, ids=str)
+def test_copies_of_a_gpu_are_in_order(case: Case, ranks) -> None:
+    """Gradients, weights and pinned memory have one user at a time; the host waits for gradients and their norm."""
+    case = case._replace(device="pretended gpu", kernels="eager")
+    for rank, (outcome, found, waits) in enumerate(ranks(case.world).run(train_watched, case)):
+        assert found == {}
+        assert waits == [[*FOR_GRADIENTS, "tolist"]] * len(waits)
+        memory, traffic = estimate(case.config(), case.layout, rank, needs_staging_buffer=False)
+        assert outcome.sent == [traffic] * len(waits) and traffic["pcie"] > 0
+        for measured in outcome.memory:
+            assert measured | {"peak": 0} == memory | {"peak": 0}
 
 
 def test_host_memory_has_masters_states_and_a_buffer() -> None:

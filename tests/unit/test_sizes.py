@@ -108,7 +108,7 @@ def test_states_are_shares_of_the_elements(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_states_in_host_memory_are_a_share_of_the_elements(stage: int) -> None:
-    """Of three quarters, there are masters, moments and a buffer; whole gradients are added up on the device."""
+    """Masters, moments and a buffer of three quarters; gradients that are whole stay on the device."""
     flags = f"{FLAGS} --zero-stage {stage} --optimizer-cpu-offload --optimizer-offload-fraction 0.75"
     states = States.of(*resolve(parse(flags.split()), 16, 0, declare))
     ranks = 4 if stage else 1
