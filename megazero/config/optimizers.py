@@ -1,4 +1,4 @@
-"""Optimizers by name, as values: states, cost, place. Their updates are in `optim.updates`. Pure.
+"""Optimizers by name, as values: states and cost. Their updates are in `optim.updates`. Pure.
 
 Memory, traffic, time, checkpoints and ZeRO read them here.
 """
@@ -44,17 +44,15 @@ class UpdateRule(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """The rules of a run, and the place of its states.
+    """The rules of a run. Where their states are is a property of each unit: `plan.layout.zero_policy.host_units`.
 
     Attributes:
         matrices: rule of the matrices inside blocks, as their layers declare them; experts are matrices of their own.
         others: rule of tables, head, norms, biases and routers.
-        place: of master weights and states, and of the update: "device", or "host" memory.
     """
 
     matrices: UpdateRule
     others: UpdateRule
-    place: str = "device"
 
     @property
     def rules(self) -> tuple[UpdateRule, ...]:
@@ -68,14 +66,6 @@ class Optimizer(NamedTuple):
     def states(self) -> tuple[State, ...]:
         """Each state once."""
         return tuple(dict.fromkeys(state for rule in self.rules for state in rule.states))
-
-    def copies_master(self, weights: int, master: int) -> bool:
-        """Return True if master weights are a copy; else they are the compute weights themselves.
-
-        Args:
-            weights, master: bytes of an element.
-        """
-        return self.place != "device" or weights != master
 
 
 ADAMW = UpdateRule("adamw", (State("exp_avg"), State("exp_avg_sq")))

@@ -13,6 +13,7 @@ from megazero.optim.step import StepParams
 from megazero.optim.updates import MATRIX_UPDATES, UPDATES
 from megazero.plan.layout.flat_layout import Range
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
+from megazero.zero.host_buffer import HostBuffer
 from megazero.zero.reduce_scatter import Buffer
 
 
@@ -30,16 +31,24 @@ class RuledPart(NamedTuple):
 
 
 class OptimizerShard:
-    """Master weights and states of one unit, in fp32 (fp64 with --precision fp64), in the optimizer's place.
+    """Master weights and states of one unit, in fp32 (fp64 with --precision fp64), on the device or in host memory.
 
-    master  [owned]  updated by the optimizer; the same tensor as the sharded weights unless the optimizer copies them
+    master  [owned]  updated by the optimizer; on the device, the same tensor as sharded weights that are as wide
     """
 
-    def __init__(self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions) -> None:
-        """Draw the initial values of the owned range. `weights` [owned]: the sharded weights."""
-        self.unit, self.options, self.weights, optimizer = unit, options, weights, options.optimizer
-        dtype, device = options.master_dtype, options.state_device
-        copies = optimizer.copies_master(weights.dtype.itemsize, dtype.itemsize)
+    def __init__(
+        self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions, host: HostBuffer | None = None
+    ) -> None:
+        """Draw the initial values of the owned range.
+
+        Args:
+            weights: the sharded weights, [owned].
+            host: memory of a unit with states in host memory.
+        """
+        self.unit, self.options, self.weights, self.host = unit, options, weights, host
+        dtype, optimizer = options.master_dtype, options.optimizer
+        device = options.mesh.device if host is None else torch.device("cpu")
+        copies = host is not None or weights.dtype != dtype
         self.master = torch.zeros(unit.owned.numel, dtype=dtype, device=device) if copies else weights
         self.parts = [
             RuledPart(rule, part, self._states(rule, part.numel if options.trains else 0))
@@ -49,7 +58,7 @@ class OptimizerShard:
         self.matrices = [each if rule.whole_matrices else [] for rule, each in ruled]
         self.product_dtype = weights.dtype if weights.dtype == torch.bfloat16 else dtype
         held = self.master.nbytes * copies + sum(state.nbytes for part in self.parts for state in part.states)
-        self.allocation = options.tracker.allocate("optimizer" if optimizer.place == "device" else "host", held)
+        self.allocation = options.tracker.allocate("optimizer" if host is None else "host", held)
         for owned in unit.owned_parts():
             self.master[owned.owned.slice()] = owned.weight.initial(owned.start, owned.stop).to(device)
         self.cast()
@@ -58,24 +67,19 @@ class OptimizerShard:
         dtypes = [DTYPES[state.precision] if state.precision else self.master.dtype for state in rule.states]
         return tuple(torch.zeros(numel, dtype=dtype, device=self.master.device) for dtype in dtypes)
 
-    def start_step(self, params: StepParams, gradient: Buffer) -> Pending:
+    def step(self, params: StepParams, gradient: Buffer) -> None:
         """Update the master weights, free the reduced gradient, and cast the weights.
 
-        A device's update is issued now. The host's runs when the caller waits.
+        Args:
+            params: with tensors in the place of the states.
         """
-        if self.options.optimizer.place == "device":
-            self._step(params, gradient)
-            return Pending()
-        return Pending(then=lambda: self._step(params, gradient))
-
-    def _step(self, params: StepParams, gradient: Buffer) -> None:
         self.options.mesh.in_flight.check(f"the update of {self.unit.name}", writes=[self.weights])
         values, wide = gradient.data, gradient.data.dtype == self.master.dtype
-        tracker = self.options.tracker
-        widened = tracker.allocate("buffers", 0 if wide else self.master.nbytes)
+        tracker, kind = self.options.tracker, "buffers" if self.host is None else "host"
+        widened = tracker.allocate(kind, 0 if wide else self.master.nbytes)
         largest = max((each.working for several in self.matrices for each in several), default=0)
-        working = tracker.allocate("buffers", largest * self.product_dtype.itemsize)
-        values = values.to(self.master.device, self.master.dtype)
+        working = tracker.allocate(kind, largest * self.product_dtype.itemsize)
+        values = values.to(self.master.dtype)
         for (rule, part, states), matrices in zip(self.parts, self.matrices, strict=True):
             arguments = self.master[part.slice()], values[part.slice()], states, self.unit.decayed.within(part).numel
             if rule.whole_matrices:
@@ -88,9 +92,17 @@ class OptimizerShard:
         self.cast()
 
     def cast(self) -> None:
-        """Copy the master weights to this rank's compute weights."""
-        if self.master is not self.weights:
+        """Copy the master weights to this rank's compute weights; on the host, to the source of `start_fetch`."""
+        if self.host is not None:
+            self.host.weights.copy_(self.master)
+        elif self.master is not self.weights:
             self.weights.copy_(self.master)
+
+    def start_fetch(self) -> Pending:
+        """Copy the weights that the host has updated to the device."""
+        if self.host is None:
+            return Pending()
+        return Pending(then=self.host.link.start_fetch(self.host.weights, self.weights).wait)
 
     def state(self, part: OwnedPart) -> dict[str, torch.Tensor]:
         """Return the tensors of a part in a checkpoint, [stop - start] each; no states if the run does not train."""

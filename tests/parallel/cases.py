@@ -115,6 +115,7 @@ class Case(NamedTuple):
     graphs: bool = False
     targets: str = "most"
     optimizer: str = "adamw"
+    offload: float = 0.0  # share of the elements with states in host memory
     micro_batch_size: int = 0  # 0: the batch is whole micro-batches, equally many on each replica
 
     @property
@@ -154,6 +155,7 @@ class Case(NamedTuple):
             (self.batch != 12, f"batch{self.batch}"),
             (self.micro_batch_size, f"by{self.micro_batch_size}"),
             (self.optimizer != "adamw", self.optimizer),
+            (self.offload, f"offload{self.offload:g}"),
         ]
         changed = {n: v for n, v in vars(self.model).items() if v != getattr(MODEL, n) and n in NAMED}
         return "-".join([*(word for given, word in words if given), *(f"{n}={v}" for n, v in changed.items())])
@@ -176,7 +178,12 @@ class Case(NamedTuple):
                 cuda_graph_impl="local" if self.graphs else "none",
                 initial_loss_scale=2.0**12,  # these models' gradients are large: none overflows
             ),
-            optimizer=replace(OPTIMIZER, optimizer=self.optimizer),
+            optimizer=replace(
+                OPTIMIZER,
+                optimizer=self.optimizer,
+                optimizer_cpu_offload=self.offload > 0,
+                optimizer_offload_fraction=self.offload or 1.0,
+            ),
             zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True, **dict(self.options)),
             activations=ActivationConfig(self.recompute, self.pa, self.host, self.md),
             data=replace(RESETS[self.reset], data_path=("1", "some") * self.corpora * (self.corpora > 1)),

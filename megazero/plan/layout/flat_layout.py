@@ -140,7 +140,7 @@ class FlatLayout:
 
     def by_rule(self, owned: Range) -> list[tuple[bool, Range]]:
         """Divide a range into parts of matrices (True) and of other parameters, each counted from its start."""
-        inside = [r.within(owned) for r in self.matrices]
+        inside = [r for r in (each.within(owned) for each in self.matrices) if r.numel]
         edges = sorted({0, owned.numel, *(at for r in inside for at in r)})
         parts = [Range(*each) for each in itertools.pairwise(edges)]
         return [(any(r.start <= part.start < r.stop for r in inside), part) for part in parts]
