@@ -7,6 +7,7 @@ its slot.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,7 @@ class KeptInputs:
         tp: Pa: each rank of this axis keeps 1/size of an input that is equal on all of them. None: whole inputs.
         on_host: keep them in host memory.
         contiguous: keep them in an arena.
+        sent: the counter of bytes that are copied to and from the host.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class KeptInputs:
         tp: Axis | None,
         on_host: bool,
         contiguous: bool,
+        sent: Counter[str],
     ) -> None:
         self.tracker, self.tp = tracker, tp
         self.part_numel = numel if tp is None else partition_numel(numel, tp.size)
@@ -60,7 +63,7 @@ class KeptInputs:
         on_gpu = device.type != "cpu"
         self.copies: Copies | None = None
         if on_host:
-            self.copies = StreamCopies(self.part_numel, dtype, device, tracker) if on_gpu else Copies()
+            self.copies = StreamCopies(self.part_numel, dtype, device, tracker, sent) if on_gpu else Copies(sent)
         self.slots = BufferPool(
             self.part_numel,
             dtype,

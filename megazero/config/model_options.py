@@ -346,9 +346,23 @@ class OptimizerConfig:
     clip_grad: Annotated[float, Bounds(0, 1e9, "no gradient norm is as large; 0 turns clipping off")] = 1.0
     """Largest global L2 norm of the gradients; larger gradients are scaled down to it. 0: no clipping."""
 
+    optimizer_cpu_offload: bool = False
+    """Keep master weights, optimizer states and reduced gradients in host memory, and update them there: the device
+    keeps its weights. Gradients are copied during the backward, weights after the update; bit for bit the same run."""
+    optimizer_offload_fraction: Annotated[
+        float, Bounds(0, 1, "1 keeps the states of all units in host memory", least_open=True)
+    ] = 1.0
+    """--optimizer-cpu-offload: share of a rank's elements with their states in host memory. Its first layers have them
+    there; a layer is not divided."""
+
     @property
     def rules(self) -> Optimizer:
         return OPTIMIZERS[self.optimizer]._replace(moments=self.adam_moments, master_weights=self.master_weights)
+
+    @property
+    def offload(self) -> float:
+        """The share of elements with states in host memory; 0: all states are on the device."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Optimizers by name, as values: states, cost, place. Their updates are in `optim.updates`. Pure.
+"""Optimizers by name, as values: states and cost. Their updates are in `optim.updates`. Pure.
 
 Memory, traffic, time, checkpoints and ZeRO read them here.
 """
@@ -76,19 +76,17 @@ class UpdateRule(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """The rules of a run, and the place of its states.
+    """The rules of a run. Where their states are is a property of each unit: `plan.layout.zero_policy.host_units`.
 
     Attributes:
         matrices: rule of the matrices inside blocks, as their layers declare them; experts are matrices of their own.
         others: rule of tables, head, norms, biases and routers.
-        place: of master weights and states, and of the update: "device", or "host" memory.
         moments: precision of the states of weights in whole blocks (`ParamSpec.blocked`); fp32: that of master weights.
         master_weights: fp32, or split: the bf16 compute weights have their upper bits.
     """
 
     matrices: UpdateRule
     others: UpdateRule
-    place: str = "device"
     moments: str = "fp32"
     master_weights: str = "fp32"
 
@@ -113,22 +111,14 @@ class Optimizer(NamedTuple):
         return self.master_weights == "split"
 
     def master_bytes(self, weights: int, master: int) -> int:
-        """Return the bytes of an element of master weights, besides those of the compute weights.
+        """Return the bytes of an element of master weights on the device, besides those of the compute weights.
 
         Args:
             weights, master: bytes of an element.
         """
         if self.splits:
             return master - weights
-        return master if self.copies_master(weights, master) else 0
-
-    def copies_master(self, weights: int, master: int) -> bool:
-        """Return True if master weights are a copy; else they are the compute weights themselves.
-
-        Args:
-            weights, master: bytes of an element.
-        """
-        return self.place != "device" or weights != master
+        return master if master != weights else 0  # else master weights are the compute weights themselves
 
 
 ADAMW = UpdateRule("adamw", (State("exp_avg"), State("exp_avg_sq", positive=True)))

@@ -36,6 +36,7 @@ NEEDS = {
     "partition-activations": "--recompute full",
     "checkpoint-in-cpu": "--recompute full",
     "contiguous-checkpointing": "--recompute full",
+    "optimizer-offload-fraction": "--optimizer-cpu-offload",
     "rope-scaling-type": "--rope-scaling-factor F",
     "rope-trained-length": "--rope-scaling-factor F",
     "local-rotary-base": "--window-size W",
@@ -113,6 +114,11 @@ def _check_precision_and_zero(config: Config) -> None:
     scale, least = training.initial_loss_scale, training.min_loss_scale
     if scale < least:
         raise ValueError(f"--initial-loss-scale {scale} is less than --min-loss-scale {least}; raise it")
+    if config.optimizer.optimizer_cpu_offload and config.optimizer.rules.matrices.whole_matrices:
+        raise ValueError(
+            f"--optimizer-cpu-offload with --optimizer {config.optimizer.optimizer}: its updates are matrix products, "
+            "which CPUs compute too slowly; use --optimizer adamw, or drop --optimizer-cpu-offload"
+        )
     if zero.zero_shard_size and (zero.zero_stage == 0 or zero.zero_shard_size == 1):
         raise ValueError(
             f"--zero-shard-size {zero.zero_shard_size} at --zero-stage {zero.zero_stage} partitions nothing; "

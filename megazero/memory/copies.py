@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -32,16 +33,28 @@ class DeviceCopy(NamedTuple):
         return self.data
 
 
+PCIE = "pcie"  # the kind of traffic of all copies
+
+
 class Copies:
-    """CPU implementation: storing copies into the buffer, fetching returns it."""
+    """CPU implementation: storing copies into the buffer, fetching returns it.
+
+    Attributes:
+        sent: bytes of copies so far, under PCIE. Slots of host memory are copied whole.
+    """
+
+    def __init__(self, sent: Counter[str]) -> None:
+        self.sent = sent
 
     def start_store(self, part: torch.Tensor, host: torch.Tensor) -> HostCopy:
         """Start to copy `part` [n] to the beginning of `host`, n or more elements."""
+        self.sent[PCIE] += host.nbytes
         host[: part.numel()].copy_(part)
         return HostCopy(host)
 
     def start_fetch(self, copy: HostCopy) -> DeviceCopy:
         """Start to copy it to the device. The result is valid until two more fetches start."""
+        self.sent[PCIE] += copy.host.nbytes
         return DeviceCopy(copy.host)
 
     def finish(self) -> None:
@@ -93,7 +106,10 @@ class StreamCopies(Copies):
     operations that the computation has issued.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, tracker: MemoryTracker) -> None:
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, tracker: MemoryTracker, sent: Counter[str]
+    ) -> None:
+        super().__init__(sent)
         self.streams = Streams(device)
         self.storing, self.fetching = self.streams.new(), self.streams.new()
         self.outgoing = BufferPool(numel, dtype, device, tracker, "buffers", count=COPY_DEPTH)
@@ -102,6 +118,7 @@ class StreamCopies(Copies):
         self.stores = self.fetches = 0  # so far; buffers take turns
 
     def start_store(self, part: torch.Tensor, host: torch.Tensor) -> HostCopy:
+        self.sent[PCIE] += host.nbytes
         compute = self.streams.compute
         turn = self.stores % COPY_DEPTH
         self.stores += 1
@@ -116,6 +133,7 @@ class StreamCopies(Copies):
         return HostCopy(host, done)
 
     def start_fetch(self, copy: HostCopy) -> DeviceCopy:
+        self.sent[PCIE] += copy.host.nbytes
         buffer = self.incoming[self.fetches % COPY_DEPTH]
         self.fetches += 1
         self.fetching.wait_stream(self.streams.compute)  # its work with this buffer is issued by now
@@ -128,3 +146,41 @@ class StreamCopies(Copies):
     def finish(self) -> None:
         self.storing.synchronize()
         self.fetching.synchronize()
+
+
+class HostLink:
+    """Copies between tensors of the device and of host memory, without buffers; on a GPU, a stream for each direction.
+
+    A copy starts after all operations that the computation has issued. Its `wait` makes the computation wait for it;
+    until then, neither tensor may be written, and the source not freed.
+    """
+
+    def __init__(self, device: torch.device, sent: Counter[str]) -> None:
+        """sent: bytes of copies so far, under PCIE."""
+        self.device, self.sent = device, sent
+        self.streams = None if device.type == "cpu" else Streams(device)
+        if self.streams is not None:
+            self.storing, self.fetching = self.streams.new(), self.streams.new()
+
+    def start_store(self, source: torch.Tensor, host: torch.Tensor) -> DeviceCopy:
+        """Start to copy `source` to `host`."""
+        return self._start(source, host, source, None if self.streams is None else self.storing)
+
+    def start_fetch(self, host: torch.Tensor, out: torch.Tensor) -> DeviceCopy:
+        """Start to copy `host` to `out`."""
+        return self._start(host, out, out, None if self.streams is None else self.fetching)
+
+    def _start(self, source: torch.Tensor, out: torch.Tensor, on_device: torch.Tensor, stream: Any) -> DeviceCopy:
+        self.sent[PCIE] += out.nbytes
+        if self.streams is None:
+            out.copy_(source)
+            return DeviceCopy(on_device)
+        stream.wait_stream(self.streams.compute)
+        with self.streams.on(stream):
+            out.copy_(source, non_blocking=True)
+        return DeviceCopy(on_device, stream.record_event())
+
+    def finish_stores(self) -> None:
+        """Wait until the host can read all that was stored."""
+        if self.streams is not None:
+            self.storing.synchronize()

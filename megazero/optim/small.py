@@ -138,9 +138,13 @@ class SplitMaster:
         return bits.add_(self.rest[part]).view(torch.float32)
 
     def write(self, part: slice, values: torch.Tensor, bits: torch.Tensor | None) -> None:
-        whole = values.view(torch.int32)
-        self.weights[part].view(torch.int16).copy_(upper(whole + HALF))
-        self.rest[part].copy_(whole.view(torch.int16)[::2])
+        round_away(values, self.weights[part])
+        self.rest[part].copy_(values.view(torch.int16)[::2])
+
+
+def round_away(values: torch.Tensor, weights: torch.Tensor) -> None:
+    """Round fp32 numbers to the nearest ones in bf16; away from 0 in the middle."""
+    weights.view(torch.int16).copy_(upper(values.view(torch.int32) + HALF))
 
 
 def upper(x: torch.Tensor) -> torch.Tensor:

@@ -25,15 +25,20 @@ from megazero.plan.layout.zero_policy import (
     Buckets,
     ShardingGroup,
     group_of,
+    offload_fraction,
     persistent_gradients,
     plan_buckets,
     sharding_groups,
 )
 from megazero.plan.program.operations import (
     Backward,
+    Fetch,
+    FetchGradient,
+    FetchWeights,
     Forward,
     Gather,
     GradNorm,
+    Keep,
     LayerOp,
     Op,
     Rebuild,
@@ -41,6 +46,7 @@ from megazero.plan.program.operations import (
     Reduce,
     ReduceReplicas,
     Send,
+    StoreGradient,
     SumReplicated,
     SumTied,
     Sync,
@@ -61,6 +67,7 @@ class Rates(NamedTuple):
     Attributes:
         state: of a master weight.
         optimizer: of separate master weights and, if the run trains, of the optimizer's states.
+        host: of a unit with states in host memory: these, and a buffer for gradients and then for updated weights.
         update: read and written by the optimizer's update.
     """
 
@@ -68,15 +75,16 @@ class Rates(NamedTuple):
     gradients: int
     state: int
     optimizer: Fraction
+    host: Fraction
     update: Fraction
 
     @classmethod
     def of(cls, config: Config, rule: UpdateRule) -> Rates:
         w, g = BYTES[config.training.precision], BYTES[config.training.grad_dtype]
         state = max(4, w)
-        masters = config.optimizer.rules.master_bytes(w, state)
         states = rule.state_bytes(state) if config.trains else Fraction(0)
-        return cls(w, g, state, masters + states, rule.update_bytes(state))
+        masters = config.optimizer.rules.master_bytes(w, state)
+        return cls(w, g, state, masters + states, state + states + max(w, g), rule.update_bytes(state))
 
     @classmethod
     def least(cls, config: Config) -> Rates:
@@ -90,18 +98,20 @@ class Rates(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A state of `each` bytes per element of a rank's units, sharded over `ranks` ranks."""
+    """A state of `each` bytes per element of a rank's units, sharded over `ranks` ranks; of `part` of the elements."""
 
     each: int | Fraction
     ranks: int = 1
+    part: float = 1.0
 
     def of(self, numel: int) -> int:
         """Return the bytes of units of `numel` elements, padding included."""
-        return int(self.each * (numel // self.ranks))
+        return int(self.each * (numel // self.ranks) * self.part)
 
     def __str__(self) -> str:
-        each = f"{float(self.each):g}"
-        return f"{each} Psi / {self.ranks}" if self.ranks > 1 else f"{each} Psi"
+        each = f"{float(self.each):g} Psi"
+        each = f"{each} / {self.ranks}" if self.ranks > 1 else each
+        return each if self.part == 1 else f"{self.part:g} x {each}"
 
 
 class States(NamedTuple):
@@ -110,12 +120,14 @@ class States(NamedTuple):
     Attributes:
         gradients: at the end of an iteration.
         accumulated: gradients during the iteration, while micro-batches are added up.
+        host: the states in host memory, at most.
     """
 
     parameters: Share
     optimizer: Share
     gradients: Share
     accumulated: Share
+    host: Share
 
     @classmethod
     def of(cls, config: Config, layout: Layout) -> States:
@@ -131,24 +143,18 @@ class States(NamedTuple):
     def of_group(cls, config: Config, group: ShardingGroup) -> States:
         """Return the states of a group's units; of the optimizer's rules, take the one that keeps least."""
         rates, policy = Rates.least(config), group.policy
-        gradients = rates.gradients if config.trains else 0
+        gradients, offloaded = rates.gradients if config.trains else 0, offload_fraction(config)
         return cls(
             Share(rates.weights, group.shards if policy.parameters else 1),
-            Share(rates.optimizer, group.parts),
-            Share(gradients, group.parts),
-            Share(gradients, group.shards if policy.gradients else 1),
+            Share(rates.optimizer, group.parts, 1 - offloaded),
+            Share(gradients, group.parts, 1 - offloaded),
+            Share(gradients, group.shards, 1 - offloaded) if policy.gradients else Share(gradients),
+            Share(rates.host, group.parts, offloaded),
         )
 
     def at_rest(self, numel: int) -> dict[str, int]:
-        """Return the bytes held between steps, by kind, of units of `numel` elements."""
+        """Return the bytes on the device between steps, by kind, of units of `numel` elements; at least."""
         return {"parameters": self.parameters.of(numel), "optimizer": self.optimizer.of(numel)}
-
-
-def placed(config: Config, held: dict[str, int]) -> dict[str, int]:
-    """Return bytes by kind, with the optimizer's states under "host" if the optimizer keeps them in host memory."""
-    if config.optimizer.rules.place == "device":
-        return held
-    return {"host" if kind == "optimizer" else kind: num_bytes for kind, num_bytes in held.items()}
 
 
 class Moved(NamedTuple):
@@ -184,6 +190,11 @@ class Moved(NamedTuple):
 def agreement(*axes: str, numbers: int = 1) -> tuple[Moved, ...]:
     """Return the all-reduces, one along each axis, by which ranks agree on some numbers."""
     return tuple(Moved(axis, "all-reduce", numbers * NUMBER, control=True) for axis in axes)
+
+
+def _copied(num_bytes: int) -> Moved:
+    """Return a copy between the device and host memory."""
+    return Moved("pcie", "message", num_bytes)
 
 
 class LayerSizes(NamedTuple):
@@ -251,10 +262,11 @@ def least_held(config: Config, layout: Layout, numel: Mapping[str, int], blocks:
         last: whether the rank is of the last virtual stage, which has the logits.
     """
     states, training = States.by_group(config, layout), config.training
-    rest: Counter[str] = Counter()
+    held: Counter[str] = Counter()
     for name, count in numel.items():
-        rest.update(states[name].at_rest(count))
-    held = placed(config, rest)
+        held.update(states[name].at_rest(count))
+        if states[name].host.part == 1:  # of a fraction, the units may be larger
+            held["host"] += states[name].host.of(count)
     if training.freeze_parameters or not config.trains:  # layers before the first trained one keep no input
         return held
     live = config.micro_batches(layout.dp) if config.parallel.pipeline_schedule == "gpipe" else 1
@@ -293,10 +305,13 @@ class StepSizes:
         self.hidden, self.kept = hidden_bytes(config, layout, cp_rank), kept_bytes(config, layout, cp_rank)
         self.numel = {name: unit.numel for name, unit in spec.units.items()}
         arena, micro_batches = config.activations.contiguous_checkpointing, config.micro_batches(layout.dp)
-        self.persistent = {u: persistent_gradients(spec.policy(u), arena, micro_batches) for u in spec.units}
+        self.persistent = {
+            name: persistent_gradients(spec.policy(name), arena, micro_batches, unit.on_host)
+            for name, unit in spec.units.items()
+        }
         self.buckets = {name: self._buckets(name, group) for name, group in spec.groups.items()}
         self._traffic: dict[tuple[type, str], Sent] = {}
-        self.ranks = layout.sizes | {"embedding": 2 if layout.last_pp else 1}
+        self.ranks = layout.sizes | {"embedding": 2 if layout.last_pp else 1, "pcie": 1}
 
     def _buckets(self, name: str, group: ShardingGroup) -> Buckets:
         zero, reduces = self.config.zero, group.policy.optimizer and self.config.trains
@@ -358,9 +373,11 @@ class StepSizes:
             found["parameters"] += self.rates.weights * (
                 self.owned(unit) if self.spec.policy(unit).parameters else numel
             )
-            states = sum(self.by_rule[rule].optimizer * n for rule, n in self.owned_by_rule(unit).items())
-            found["optimizer"] += int(states)
-        return placed(self.config, found)
+            on_host = self.spec.units[unit].on_host
+            for rule, n in self.owned_by_rule(unit).items():
+                rates = self.by_rule[rule]
+                found["host" if on_host else "optimizer"] += int(n * (rates.host if on_host else rates.optimizer))
+        return found
 
     def buffers_at_rest(self, arena_numel: int, needs_staging_buffer: bool) -> int:
         """Return the bytes of the arena of gathered weights, of reduce buckets and their scratch, and of tables."""
@@ -412,6 +429,12 @@ class StepSizes:
         if isinstance(op, GradNorm):
             axes = [group.norm_axis for group in spec.groups.values() if group.norm_axis]
             return agreement("tp", "pp", numbers=len(spec.groups)) + agreement(*axes)
+        if isinstance(op, (StoreGradient, FetchGradient)):
+            return (_copied(self.owned_gradients(op.unit)),)
+        if isinstance(op, FetchWeights):
+            return (_copied(self.owned(op.unit) * self.rates.weights),)
+        if isinstance(op, (Keep, Fetch)):
+            return (_copied(self.kept),) if self.config.activations.checkpoint_in_cpu else ()
         if isinstance(op, Rebuild):
             return (Moved("tp", "all-gather", self.kept * self.layout.tp),)
         return (Moved("pp", "message", self.hidden),) if isinstance(op, Send) else ()

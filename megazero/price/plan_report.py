@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megazero.files import replace_file
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
+from megazero.plan.layout.zero_policy import offload_fraction
 from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Recompute
 from megazero.price.bytes.estimate import KINDS, stage_moments
 from megazero.price.bytes.report import expert_words, padding_warning, padding_words
@@ -119,7 +120,9 @@ def summary(plan: Plan) -> list[str]:
     host = max(stage.memory["host"] for stage in plan.stages)
     if host:
         each = min(plan.device.devices_per_node, plan.layout.world_size)
-        lines.append(f"host memory: {host * each / 1e9:.1f} GB per node for inputs kept for recompute")
+        held = ["optimizer states and gradients"] if offload_fraction(plan.config) else []
+        held += ["inputs kept for recompute"] if plan.config.activations.checkpoint_in_cpu else []
+        lines.append(f"host memory: {host * each / 1e9:.1f} GB per node for {' and '.join(held)}")
     return lines + [f"limit: {line}" for line in advice(plan)]
 
 

@@ -156,6 +156,7 @@ class Engine:
             tp=self.mesh.tp if activations.partition_activations else None,
             on_host=activations.checkpoint_in_cpu,
             contiguous=activations.contiguous_checkpointing,
+            sent=self.mesh.copied,
         )
 
     def program(self, schedule: str, micro_batches: int) -> Program:
@@ -246,10 +247,15 @@ class Engine:
         each = len(batches[0].samples)
         return micro_batches(samples or len(batches) * each * self.mesh.dp.size, each, 1)
 
-    def _step_params(self, lr: float, divisor: float) -> StepParams:
-        number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=self.zero.options.state_device)
-        by = None if divisor == 1.0 else torch.full_like(number, divisor, dtype=self.zero.options.master_dtype)
-        return StepParams(self.config.optimizer, lr, number, by, self.updates + 1)
+    def _step_params(self, lr: float, divisor: float) -> dict[bool, StepParams]:
+        """Return the inputs of updates in host memory (True), and on the device."""
+        found = {}
+        for on_host in {unit.flat.on_host for unit in self.zero.trained_units}:
+            device = torch.device("cpu") if on_host else self.mesh.device
+            number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=device)
+            by = None if divisor == 1.0 else torch.full_like(number, divisor, dtype=self.zero.options.master_dtype)
+            found[on_host] = StepParams(self.config.optimizer, lr, number, by, self.updates + 1)
+        return found
 
     def begin(self) -> None:
         """Reset per-iteration peaks and discard state left by a failed step."""

@@ -89,7 +89,7 @@ class Interpreter:
         self.since = 0.0
         self.observe: Observer | None = None
         self.square_sum: torch.Tensor | None = None
-        self._step_params: StepParams | None = None
+        self._step_params: Mapping[bool, StepParams] | None = None
         self.reset()
         self._start: dict[type, Callable[[Any], Pending]] = {
             ops.Gather: self._gather,
@@ -99,7 +99,9 @@ class Interpreter:
             ops.SumReplicated: lambda op: self.units[op.unit].gradients.start_sum_replicated(),
             ops.SumTied: lambda op: self.units[op.unit].gradients.start_sum_tied(),
             ops.Fetch: lambda op: self.kept.start_fetch(op.key),
-            ops.Update: self._update,
+            ops.StoreGradient: lambda op: self.units[op.unit].gradients.start_store(),
+            ops.FetchGradient: lambda op: self.units[op.unit].gradients.start_fetch(),
+            ops.FetchWeights: lambda op: self.units[op.unit].optimizer.start_fetch(),
             ops.Recv: self._recv,
             ops.Send: self._send,
         }
@@ -114,6 +116,7 @@ class Interpreter:
             ops.Release: self._release,
             ops.Open: lambda op: self.units[op.unit].gradients.open(),
             ops.GradNorm: self._norm,
+            ops.Update: self._update,
             ops.Start: self._begin,
             ops.Wait: self._wait,
             **dict.fromkeys(self._start, self._at_once),
@@ -178,8 +181,8 @@ class Interpreter:
         losses, self.losses = self.losses, {}
         return losses
 
-    def update(self, program: Program, params: StepParams) -> None:
-        """Carry out the second part of a program."""
+    def update(self, program: Program, params: Mapping[bool, StepParams]) -> None:
+        """Carry out the second part of a program. params: for states in host memory (True), and on the device."""
         self._step_params = params
         with torch.no_grad():
             self.execute(program.update)
@@ -337,7 +340,7 @@ class Interpreter:
     def _norm(self, op: ops.GradNorm) -> None:
         self.square_sum = self.zero.gradient_square_sum(self.tied)
 
-    def _update(self, op: ops.Update) -> Pending:
+    def _update(self, op: ops.Update) -> None:
         assert self._step_params is not None
         unit = self.units[op.unit]
-        return unit.optimizer.start_step(self._step_params, unit.gradients.take())
+        unit.optimizer.step(self._step_params[unit.flat.on_host], unit.gradients.take())

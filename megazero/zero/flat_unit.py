@@ -43,11 +43,6 @@ class ZeroOptions:
         """The dtype of master weights and norms."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
-    @property
-    def state_device(self) -> torch.device:
-        """The device of master weights and optimizer states."""
-        return self.mesh.device if self.optimizer.place == "device" else torch.device("cpu")
-
 
 class Member(NamedTuple):
     """A weight of a unit, and its window of the flat buffer, padding rows included."""
@@ -92,6 +87,7 @@ class FlatUnit:
         shard, replica: axes of the ranks that share a copy, and of the ranks that own the same range.
         ranges: of every rank of `shard`.
         uneven: the ranges again; empty if they are equally long and in the order of the ranks.
+        on_host: master weights, optimizer states and reduced gradients are in host memory.
     """
 
     def __init__(self, name: str, weights: list[Weight], mesh: Mesh, spec: RankSpec) -> None:
@@ -99,7 +95,7 @@ class FlatUnit:
         self.name, self.group, self.policy, self.mesh = name, group, group.policy, mesh
         self.shard, self.replica = mesh.axis(group.axis), mesh.axis(group.replica_axis)
         self.layout = unit_layout([weight.spec for weight in weights], mesh.layout.sizes, group.shards)
-        self.ranges = spec.units[name].owned
+        self.ranges, self.on_host = spec.units[name].owned, spec.units[name].on_host
         self.uneven = () if self.ranges == equal_ranges(self.numel, len(self.ranges)) else self.ranges
         self.members = [Member(weight, self.layout.windows[weight.spec.name]) for weight in weights]
         self.owned = self.ranges[self.shard.rank]

@@ -9,6 +9,7 @@ from megazero.model.layers.weight import GradWriter, Weight
 from megazero.plan.layout.flat_layout import ALIGN, Range
 from megazero.plan.layout.zero_policy import persistent_gradients
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
+from megazero.zero.host_buffer import HostBuffer
 from megazero.zero.reduce_scatter import Buffer, Reducer
 
 
@@ -16,14 +17,17 @@ class UnitGradients:
     """Gradients of one unit, in --grad-dtype.
 
     unsharded  [numel]  from `open` to `start_reduce`
-    sharded    [owned]  their sum over the ranks that share a copy, from `start_reduce` to the update
+    sharded    [owned]  their sum over the ranks that share a copy, from `start_reduce` to the update or `start_store`
+    host       [owned]  the same in host memory, from `start_store` to the update
     """
 
-    def __init__(self, unit: FlatUnit, options: ZeroOptions) -> None:
-        self.unit, self.options, self.mesh = unit, options, options.mesh
+    def __init__(self, unit: FlatUnit, options: ZeroOptions, host: HostBuffer | None) -> None:
+        """host: memory of a unit with states in host memory."""
+        self.unit, self.options, self.mesh, self.host = unit, options, options.mesh, host
+        self.stored = False  # in `host`
         self.unsharded: Buffer | None = None
         self.sharded: Buffer | None = None
-        self.kept = persistent_gradients(unit.policy, options.contiguous, options.micro_batches)
+        self.kept = persistent_gradients(unit.policy, options.contiguous, options.micro_batches, unit.on_host)
         self._persistent: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # see bind_persistent
         self._ranges = {member.weight: member.window.slice() for member in unit.members}
         self._windows: dict[Weight, torch.Tensor] = {}  # windows of `unsharded` that have a contribution
@@ -120,7 +124,10 @@ class UnitGradients:
 
     @property
     def sharded_grad(self) -> torch.Tensor:
-        """The reduced gradient of the owned range, [owned]."""
+        """The reduced gradient of the owned range, [owned], on the device or in host memory."""
+        if self.stored:
+            assert self.host is not None
+            return self.host.gradient
         assert self.sharded is not None, f"the gradients of {self.unit.name} are not reduced"
         return self.sharded.data
 
@@ -137,6 +144,26 @@ class UnitGradients:
     def start_sum_tied(self) -> Pending:
         """Sum over the first and the last pipeline stage, which both hold this unit."""
         return self.mesh.embedding.start_all_reduce(self.sharded_grad)
+
+    # -- to host memory and back
+
+    def start_store(self) -> Pending:
+        """Copy the reduced gradient to host memory, and free it on the device."""
+        assert self.host is not None and self.sharded is not None, self.unit.name
+        (data, allocation), self.sharded, self.stored = self.sharded, None, True
+        copy = self.host.link.start_store(data, self.host.gradient)
+
+        def stored() -> None:
+            copy.wait()
+            allocation.end()
+
+        return Pending(held=(data,), then=stored)
+
+    def start_fetch(self) -> Pending:
+        """Copy the gradient of earlier micro-batches to the device, where `start_reduce` adds to it."""
+        assert self.host is not None and self.stored, self.unit.name
+        self.sharded, self.stored = self._buffer("gradients", self.unit.owned.numel, None), False
+        return Pending(then=self.host.link.start_fetch(self.host.gradient, self.sharded.data).wait)
 
     # -- after the reduction
 
@@ -156,12 +183,16 @@ class UnitGradients:
     def first_nonfinite(self) -> str | None:
         """Return the name of the first parameter whose reduced gradient, in the owned range, is not finite."""
         for part in self.unit.owned_parts():
-            if self.sharded is not None and not self.sharded.data[part.owned.slice()].isfinite().all():
+            reduced = self.stored or self.sharded is not None
+            if reduced and not self.sharded_grad[part.owned.slice()].isfinite().all():
                 return part.spec.name
         return None
 
     def take(self) -> Buffer:
         """Hand over the reduced gradient; the caller ends its allocation."""
+        if self.stored:
+            gradient, self.stored = self.sharded_grad, False
+            return Buffer(gradient, self.options.tracker.allocate("host", 0))  # tracked by its HostBuffer
         assert self.sharded is not None, self.unit.name
         sharded, self.sharded = self.sharded, None
         return sharded
@@ -172,18 +203,27 @@ class UnitGradients:
             if buffer is not None:
                 buffer.allocation.end()
         self.unsharded, self.sharded, self._windows, self._complete = None, None, {}, False
+        self.stored = False
 
 
 def square_sum(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares of `pieces` [n] as a scalar in fp64. ALIGN divides every n.
+    """Return the sum of squares of `pieces` [n], on the device or in host memory, as a scalar in fp64 on the device.
+
+    ALIGN divides every n. Each piece is summed where it is.
 
     Note [norms in fp32]: torch's vector_norm of 4 M fp32 numbers on a CPU has an error of 1e-4, because it
     accumulates sequentially in fp32. Rows of ALIGN elements in fp32, and their sum in fp64, have an error of 1e-10 at
     the same cost, and are the same rows in every layout. torch's `_foreach_norm` has no rows.
     """
-    norms = torch.zeros(len(pieces), dtype=torch.float64, device=device)
-    for values, norm in zip(pieces, norms.unbind(), strict=True):
+    norms = {
+        place: torch.zeros(len(pieces), dtype=torch.float64, device=place)
+        for place in {device, *(values.device for values in pieces)}
+    }
+    for number, values in enumerate(pieces):
         dtype = torch.promote_types(values.dtype, torch.float32)
         rows = torch.linalg.vector_norm(values.view(-1, ALIGN), dim=1, dtype=dtype)
-        torch.linalg.vector_norm(rows, dtype=torch.float64, out=norm)
-    return norms.square_().sum()
+        torch.linalg.vector_norm(rows, dtype=torch.float64, out=norms[values.device][number])
+    total = norms.pop(device)
+    for others in norms.values():  # which have 0 for the pieces of this one
+        total += others.to(device)
+    return total.square_().sum()

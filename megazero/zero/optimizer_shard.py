@@ -11,11 +11,12 @@ from megazero.comm.mesh.collectives import Pending
 from megazero.config.optimizers import TOGETHER, UpdateRule
 from megazero.kernels.noise import Noise, NoisePiece
 from megazero.optim.muon import OwnedMatrices
-from megazero.optim.small import Kept, SplitMaster, Wide, kept
+from megazero.optim.small import Kept, SplitMaster, Wide, kept, round_away
 from megazero.optim.step import StepParams
 from megazero.optim.updates import MATRIX_UPDATES, UPDATES
 from megazero.plan.layout.flat_layout import Range
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
+from megazero.zero.host_buffer import HostBuffer
 from megazero.zero.reduce_scatter import Buffer
 
 LOWER = 0xFFFF  # half of an int32
@@ -50,28 +51,31 @@ class RuledPart(NamedTuple):
 
 
 class OptimizerShard:
-    """Master weights and states of one unit, in fp32 (fp64 with --precision fp64), in the optimizer's place.
+    """Master weights and states of one unit, in fp32 (fp64 with --precision fp64), on the device or in host memory.
 
     Attributes:
-        master: [owned], updated by the optimizer; the same tensor as the sharded weights unless the optimizer copies
-            them. SplitMaster ones have their upper bits in the sharded weights.
+        master: [owned], updated by the optimizer; on the device, the same tensor as sharded weights that are as wide.
+            Split ones have their upper bits in the sharded weights.
     """
 
-    def __init__(self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions) -> None:
-        """Draw the initial values of the owned range. `weights` [owned]: the sharded weights."""
-        self.unit, self.options, self.weights, optimizer = unit, options, weights, options.optimizer
-        self.dtype, self.device = options.master_dtype, options.state_device
-        copies = optimizer.copies_master(weights.dtype.itemsize, self.dtype.itemsize)
-        if optimizer.splits:
-            self.master: Kept = SplitMaster(weights)
-        else:
-            self.master = Wide(
-                weights.new_zeros(len(weights), dtype=self.dtype, device=self.device) if copies else weights
-            )
-        self.parts = [self._part(rule, part) for rule, part in unit.by_rule(optimizer)]
+    def __init__(
+        self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions, host: HostBuffer | None = None
+    ) -> None:
+        """Draw the initial values of the owned range.
+
+        Args:
+            weights: the sharded weights, [owned].
+            host: memory of a unit with states in host memory.
+        """
+        self.unit, self.options, self.weights, self.host = unit, options, weights, host
+        self.dtype, self.device = options.master_dtype, options.mesh.device if host is None else torch.device("cpu")
+        copies, splits = host is not None or weights.dtype != self.dtype, options.optimizer.splits and host is None
+        wide = weights.new_zeros(0 if splits else len(weights), dtype=self.dtype, device=self.device)
+        self.master: Kept = SplitMaster(weights) if splits else Wide(wide if copies else weights)
+        self.parts = [self._part(rule, part) for rule, part in unit.by_rule(options.optimizer)]
         self.product_dtype = weights.dtype if weights.dtype == torch.bfloat16 else self.dtype
         held = self.master.nbytes * copies + sum(state.nbytes for part in self.parts for state in part.states)
-        self.allocation = options.tracker.allocate("optimizer" if optimizer.place == "device" else "host", held)
+        self.allocation = options.tracker.allocate("optimizer" if host is None else "host", held)
         for owned in unit.owned_parts():
             self.master.write(owned.owned.slice(), owned.weight.initial(owned.start, owned.stop).to(self.device), None)
         self.cast()
@@ -88,31 +92,26 @@ class OptimizerShard:
             noise = Noise(self.options.seed, pieces, self.device)
         return RuledPart(rule, part, states, self.unit.matrices(part) if rule.whole_matrices else [], noise)
 
-    def start_step(self, params: StepParams, gradient: Buffer) -> Pending:
+    def step(self, params: StepParams, gradient: Buffer) -> None:
         """Update the master weights, free the reduced gradient, and cast the weights.
 
-        A device's update is issued now. The host's runs when the caller waits.
+        Args:
+            params: with tensors in the place of the states.
         """
-        if self.options.optimizer.place == "device":
-            self._step(params, gradient)
-            return Pending()
-        return Pending(then=lambda: self._step(params, gradient))
-
-    def _step(self, params: StepParams, gradient: Buffer) -> None:
         self.options.mesh.in_flight.check(f"the update of {self.unit.name}", writes=[self.weights])
         values, wide = gradient.data, gradient.data.dtype == self.dtype
-        tracker, each = self.options.tracker, self.dtype.itemsize
-        widened = tracker.allocate("buffers", 0 if wide else len(values) * each)
+        widened = 0 if wide else len(values) * self.dtype.itemsize
         largest = max((found.working for part in self.parts for found in part.matrices), default=0)
-        working = tracker.allocate("buffers", largest * self.product_dtype.itemsize)
-        scratch = tracker.allocate("buffers", max(map(self._scratch, self.options.optimizer.rules)))
-        values = values.to(self.device, self.dtype)
+        scratch = max(map(self._scratch, self.options.optimizer.rules))
+        temporary = widened + largest * self.product_dtype.itemsize + scratch
+        allocation = self.options.tracker.allocate("buffers" if self.host is None else "host", temporary)
+        values = values.to(self.dtype)
         for part in self.parts:
             for piece in self._pieces(part):
                 self._update(params, part, piece, values[piece.slice()])
-        for allocation in (widened, working, scratch, gradient.allocation):
-            allocation.end()
         self.cast()
+        allocation.end()
+        gradient.allocation.end()
 
     def _scratch(self, rule: UpdateRule) -> int:
         numel = sum(part.owned.numel for part in self.parts if part.rule == rule)
@@ -120,7 +119,7 @@ class OptimizerShard:
 
     def _pieces(self, part: RuledPart) -> list[Range]:
         """Divide a part if its numbers have to be made wide."""
-        small = part.noise is not None or self.options.optimizer.splits
+        small = part.noise is not None or not isinstance(self.master, Wide)
         return [part.owned] if part.rule.whole_matrices or not small else _cut(part.owned)
 
     def _update(self, params: StepParams, part: RuledPart, piece: Range, gradient: torch.Tensor) -> None:
@@ -137,9 +136,21 @@ class OptimizerShard:
             state.write(within, numbers, bits)
 
     def cast(self) -> None:
-        """Copy the master weights to this rank's compute weights."""
-        if isinstance(self.master, Wide) and self.master.data is not self.weights:
-            self.weights.copy_(self.master.data)
+        """Copy the master weights to this rank's compute weights; on the host, to the source of `start_fetch`."""
+        target = self.weights if self.host is None else self.host.weights
+        if not isinstance(self.master, Wide) or self.master.data is target:
+            return
+        if not self.options.optimizer.splits:
+            target.copy_(self.master.data)
+            return
+        for piece in _cut(Range(0, len(target))):
+            round_away(self.master.data[piece.slice()], target[piece.slice()])
+
+    def start_fetch(self) -> Pending:
+        """Copy the weights that the host has updated to the device."""
+        if self.host is None:
+            return Pending()
+        return Pending(then=self.host.link.start_fetch(self.host.weights, self.weights).wait)
 
     def _kept(self, part: OwnedPart) -> Iterator[tuple[str, Kept, Range, RuledPart | None]]:
         """Yield the name, the numbers and the place in them of each state of a part, and the rule's part."""

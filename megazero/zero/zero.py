@@ -10,6 +10,9 @@ N is the number of ranks that share one copy. They are a *sharding group*: its u
 | Gather and Release around a use      | -               | -               | -                | all-gather, free |
 | Sync after Update                    | -               | all-gather      | all-gather       | -                |
 
+With --optimizer-cpu-offload, StoreGradient copies the owned range of reduced gradients to host memory, Update runs
+there, and FetchWeights copies the weights of the owned range back, in every stage.
+
 The classes here own memory and start collectives; the program (`plan.program`) determines when.
 """
 
@@ -20,11 +23,13 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from megazero.comm.mesh.collectives import Pending
+from megazero.memory.copies import HostLink
 from megazero.model.layers.weight import GradWriter, Weight
 from megazero.plan.layout.zero_policy import ShardingGroup, plan_buckets
 from megazero.plan.program.rank_spec import RankSpec
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
 from megazero.zero.gradients import UnitGradients, square_sum
+from megazero.zero.host_buffer import HostBuffer
 from megazero.zero.optimizer_shard import OptimizerShard
 from megazero.zero.reduce_scatter import Reducer
 from megazero.zero.weights import UnitWeights, UnshardedArena
@@ -33,12 +38,13 @@ from megazero.zero.weights import UnitWeights, UnshardedArena
 class ParamUnit:
     """Weights, gradients and optimizer states of one unit, on one rank."""
 
-    def __init__(self, name: str, weights: list[Weight], options: ZeroOptions, spec: RankSpec) -> None:
+    def __init__(self, name: str, weights: list[Weight], options: ZeroOptions, spec: RankSpec, link: HostLink) -> None:
         self.name = name
         self.flat = FlatUnit(name, weights, options.mesh, spec)
         self.weights = UnitWeights(self.flat, options)
-        self.gradients = UnitGradients(self.flat, options)
-        self.optimizer = OptimizerShard(self.flat, self.weights.sharded, options)
+        host = HostBuffer(self.flat, options, link) if self.flat.on_host else None
+        self.gradients = UnitGradients(self.flat, options, host)
+        self.optimizer = OptimizerShard(self.flat, self.weights.sharded, options, host)
 
 
 class Zero:
@@ -55,7 +61,8 @@ class Zero:
         # contributions that a Backward postpones (zero-bubble); None: add them to their buffers at once
         self.queue: list[tuple[Weight, GradWriter]] | None = None
         self.arena = UnshardedArena(options)
-        self.units = {name: ParamUnit(name, weights, options, spec) for name, weights in units.items()}
+        self.link = HostLink(options.mesh.device, options.mesh.copied)
+        self.units = {name: ParamUnit(name, weights, options, spec, self.link) for name, weights in units.items()}
         self._bind_persistent_gradients()
         self._gradients: dict[Weight, UnitGradients] = {}
         for unit in self.units.values():
@@ -95,6 +102,7 @@ class Zero:
         """Cast the master weights, all-gather them to the ranks that keep whole weights, and wait."""
         for unit in self.units.values():
             unit.optimizer.cast()
+            unit.optimizer.start_fetch().wait()
             unit.weights.start_sync().wait()
 
     def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
@@ -115,6 +123,8 @@ class Zero:
         Sharded, replicated and tied parameters are counted once.
         """
         mesh = self.mesh
+        if any(unit.gradients.stored for unit in self.trained_units):
+            self.link.finish_stores()
         units = [unit for unit in self.trained_units if unit.name != tied or mesh.pp.is_first]
         sums = []
         for group in self.groups:

@@ -90,7 +90,7 @@ def test_metrics_are_as_defined(alone: Path, model) -> None:
     assert m["tflops_per_device"] == pytest.approx(flops / m["step_seconds"] / 1e12)
     memory = {"parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "peak", "host"}
     assert set(m["memory_bytes"]) == memory
-    assert m["traffic_bytes"] == {"dp": 0, "cp": 0, "ep": 0, "tp": 0, "pp": 0, "control": 0}
+    assert m["traffic_bytes"] == {"dp": 0, "cp": 0, "ep": 0, "tp": 0, "pp": 0, "control": 0, "pcie": 0}
 
 
 def test_config_is_saved_as_a_preset(alone: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_a_step_waits_for_the_gpu_once(how: dict[str, Any]) -> None:
 def test_copies_to_the_host_and_back() -> None:
     """The copy that comes back is equal, though copies are slow and the memory is reused at once."""
     device, numel = torch.device("cuda", 0), 1 << 22
-    copies = StreamCopies(numel, torch.float32, device, MemoryTracker())
+    copies = StreamCopies(numel, torch.float32, device, MemoryTracker(), Counter())
     stored, wanted = [], []
     for i in range(4):
         x = torch.full((numel,), float(i), device=device)
@@ -138,7 +139,7 @@ def test_copies_to_the_host_and_back() -> None:
 def test_a_fetch_runs_behind_the_computation() -> None:
     """It is done while the computation, busy since, is not."""
     device, numel = torch.device("cuda", 0), 1 << 20
-    copies = StreamCopies(numel, torch.float32, device, MemoryTracker())
+    copies = StreamCopies(numel, torch.float32, device, MemoryTracker(), Counter())
     stored = copies.start_store(torch.ones(numel, device=device), torch.empty(numel, pin_memory=True))
     torch.cuda.synchronize()
     fetch = copies.start_fetch(stored)

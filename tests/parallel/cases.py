@@ -117,6 +117,7 @@ class Case(NamedTuple):
     optimizer: str = "adamw"
     moments: str = "fp32"
     masters: str = "fp32"
+    offload: float = 0.0  # share of the elements with states in host memory
     micro_batch_size: int = 0  # 0: the batch is whole micro-batches, equally many on each replica
 
     @property
@@ -158,6 +159,7 @@ class Case(NamedTuple):
             (self.optimizer != "adamw", self.optimizer),
             (self.moments != "fp32", f"moments-{self.moments}"),
             (self.masters != "fp32", f"masters-{self.masters}"),
+            (self.offload, f"offload{self.offload:g}"),
         ]
         changed = {n: v for n, v in vars(self.model).items() if v != getattr(MODEL, n) and n in NAMED}
         return "-".join([*(word for given, word in words if given), *(f"{n}={v}" for n, v in changed.items())])
@@ -181,7 +183,12 @@ class Case(NamedTuple):
                 initial_loss_scale=2.0**12,  # these models' gradients are large: none overflows
             ),
             optimizer=replace(
-                OPTIMIZER, optimizer=self.optimizer, adam_moments=self.moments, master_weights=self.masters
+                OPTIMIZER,
+                optimizer=self.optimizer,
+                optimizer_cpu_offload=self.offload > 0,
+                optimizer_offload_fraction=self.offload or 1.0,
+                adam_moments=self.moments,
+                master_weights=self.masters,
             ),
             zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True, **dict(self.options)),
             activations=ActivationConfig(self.recompute, self.pa, self.host, self.md),

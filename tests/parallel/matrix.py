@@ -63,6 +63,7 @@ FACTORS: Factors = {
     "optimizer": ("adamw", "lion", "muon"),
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
     "reset": tuple(RESETS),  # attention and positions that restart with a document
+    "offload": (0.0, 0.4, 1.0),  # share of the elements with states in host memory
     "targets": ("most", "last"),  # tokens that count: of the last ones alone, some context-parallel ranks have none
     "short": (0, 1, 3),  # samples that the batch lacks: of half a micro-batch, or of one and a half
 }
@@ -71,7 +72,7 @@ NUMBERS: Factors = {
     **dict.fromkeys(LAYOUT, (1, 2)),
     "precision": ("fp32", "bf16", "fp16"),
     "grad_dtype": ("fp32", "bf16", "fp16"),
-    **{name: FACTORS[name] for name in ("zero", "recompute", "pa", "sp", "untied")},
+    **{name: FACTORS[name] for name in ("zero", "recompute", "pa", "sp", "untied", "offload")},
     "micro_batches": (1, 3),
     "reduce_bucket_size": (40_000_000, 3000),
     "architecture": ("gpt2", "llama, 2 groups"),
@@ -107,7 +108,7 @@ WITH_EXPERTS: Factors = {
     "micro_batches": (1, 3),
     **{name: FACTORS[name] for name in ("zero", "zero_shard_size", "zero_reduce_every", "zero_gather_every")},
     **{name: FACTORS[name] for name in ("reduce_bucket_size", "overlap_comm", "recompute", "pa", "host", "sp")},
-    **{name: FACTORS[name] for name in ("dropout", "frozen", "seq_length", "reset", "short")},
+    **{name: FACTORS[name] for name in ("offload", "dropout", "frozen", "seq_length", "reset", "short")},
     "architecture": ("llama, 2 groups", "qwen3", "gemma2"),
     "optimizer": ("adamw", "muon"),
     "targets": ("most", "last", "uneven"),
@@ -128,6 +129,7 @@ ON_GPU: Factors = {
         for name in ("exchange", "schedule", "zero", "zero_reduce_every", "zero_gather_every", "overlap_comm")
     },
     **{name: FACTORS[name] for name in ("recompute", "pa", "host", "md", "sp", "dropout", "untied", "frozen")},
+    "offload": FACTORS["offload"],
     "graphs": (False, True),
     "optimizer": ("adamw", "muon"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -78,7 +79,7 @@ def partitioned(rank: int, how: dict[str, bool]) -> bool:
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.arange(math.prod(shape)).view(shape).to(dtype)
-            inputs = KeptInputs(x.numel(), dtype, x.device, MemoryTracker(), tp=tp, **how)
+            inputs = KeptInputs(x.numel(), dtype, x.device, MemoryTracker(), tp=tp, sent=Counter(), **how)
             slotted = any(how.values())
             inputs.begin(2 * slotted)
             for i, value in enumerate((x, x + 1)):

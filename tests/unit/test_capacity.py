@@ -18,7 +18,6 @@ from megazero.comm.launch import launch
 from megazero.comm.launch.machine import bind_to_near_cpus, machine
 from megazero.comm.launch.world import tasks_of_node
 from megazero.config.cli import parse
-from megazero.config.optimizers import OPTIMIZERS
 from megazero.config.schema import Config
 from megazero.memory.host import Available, Machine, host_memory
 from megazero.model.stage import declare
@@ -219,13 +218,17 @@ def test_activations_of_graphs_are_counted_once() -> None:
     assert eager.peak < captured.peak < 1.5 * eager.peak
 
 
-def test_states_on_the_host_are_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPTIMIZERS, "adamw", OPTIMIZERS["adamw"]._replace(place="host"))
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_states_on_the_host_are_the_hosts(fraction: float) -> None:
     for options in ({}, {"precision": "bf16", "zero_stage": 2}):
-        config, layout = resolved(2, options)
+        given = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+        config, layout = resolved(2, options | given)
         bound, whole = least(config, layout, 0), estimated(config, layout, 0, "cuda")
-        assert bound.host == whole.host > 0 and bound.total <= whole.total
-        assert "optimizer" not in bound.device
+        assert bound.total <= whole.total and bound.host <= whole.host and whole.host > 0
+        if fraction == 1:
+            # an update also casts the gradients of a unit, if they are narrower
+            assert bound.host == whole.host
+            assert not bound.device["optimizer"]
 
 
 @pytest.mark.long

@@ -49,8 +49,9 @@ COMING: set[str] = set()
 # 148: --moe-router-score-function and others, DeepSeek-V3's router.
 # 150: --moe-expert-capacity-factor, as in Megatron-LM, but by sample.
 # 154: --optimizer, and three --muon-*.
-# 156: --adam-moments and --master-weights.
-NUM_OPTIONS = 156
+# 156: --optimizer-cpu-offload and its fraction.
+# 158: --adam-moments and --master-weights.
+NUM_OPTIONS = 158
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -361,6 +362,13 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         r"blocks\.0\.mlp\.experts\.down\.weight, .* of 1, 2, or",
     ),
     ({"precision": "fp64", "fused_kernels": "triton"}, 1, 9, "--fused-kernels triton with --precision fp64: there are"),
+    ({"optimizer": "muon", "optimizer_cpu_offload": True}, 1, 9, "--optimizer-cpu-offload with --optimizer muon: its"),
+    (
+        {"optimizer_offload_fraction": 0.5},
+        1,
+        9,
+        "--optimizer-offload-fraction 0.5 needs --optimizer-cpu-offload; add it",
+    ),
     *(
         ({"cuda_graph_impl": "local", **options}, 2, 9, f"--cuda-graph-impl local with {said}.*--cuda-graph-impl none")
         for options, said in [

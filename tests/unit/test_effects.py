@@ -56,6 +56,8 @@ FLIPPED = {
     "global-batch-size": ("--global-batch-size 32", ""),
     "train-iters": ("--train-iters 10", "--lr-decay-style linear"),
     "precision": ("--precision bf16", ""),
+    "optimizer-cpu-offload": ("--optimizer-cpu-offload", ""),
+    "optimizer-offload-fraction": ("--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload"),
     "grad-dtype": ("--grad-dtype bf16", "--precision bf16"),
     "freeze-parameters": ("--freeze-parameters blocks.*", ""),
     "initial-loss-scale": ("--initial-loss-scale 8", "--precision fp16"),

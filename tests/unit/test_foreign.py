@@ -332,9 +332,14 @@ def test_a_deepspeed_file_is_flags(tmp_path: Path) -> None:
         "--adam-beta2 0.95 --lr-decay-style linear --lr-warmup-iters 10 --lr-decay-iters 100 "
         "--checkpoint-in-cpu".split()
     )  # fmt: skip
-    path.write_text(json.dumps({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "xyzzy": 1}))
-    with pytest.raises(ValueError, match=r"offload_optimizer.device cpu: only none .*\nxyzzy 1: it has no"):
+    path.write_text(json.dumps({"zero_optimization": {"offload_param": {"device": "cpu"}}, "xyzzy": 1}))
+    with pytest.raises(ValueError, match=r"offload_param.device cpu: only none .*\nxyzzy 1: it has no"):
         parse(["--deepspeed_config", str(path)])
+    offload = {"offload_optimizer": {"device": "cpu", "ratio": 0.5, "pin_memory": True}}
+    path.write_text(json.dumps({"zero_optimization": offload}))
+    ours = parse(["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"])
+    assert parse(["--deepspeed", str(path)]) == ours
+    assert parse("--cpu-optimizer --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d".split()) == ours
 
 
 # Values that hardly any flag or key takes.

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def inputs(contiguous: bool, tracker: MemoryTracker, on_host: bool = False) -> KeptInputs:
-    return KeptInputs(6, torch.float32, CPU, tracker, tp=None, on_host=on_host, contiguous=contiguous)
+    return KeptInputs(6, torch.float32, CPU, tracker, tp=None, on_host=on_host, contiguous=contiguous, sent=Counter())
 
 
 def test_an_arena_is_one_allocation() -> None:
@@ -171,6 +171,7 @@ class Watched(Copies):
     """Records its calls."""
 
     def __init__(self, events: list[str]) -> None:
+        super().__init__(Counter())
         self.events = events
 
     def start_fetch(self, stored: HostCopy) -> DeviceCopy:

@@ -154,8 +154,9 @@ def test_gradients_that_outlive_a_backward_are_persistent(
     stage: int, every: str, micro_batches: int, wanted: tuple[bool, bool]
 ) -> None:
     policy = ZeroPolicy.for_stage(ZeroConfig(stage, zero_reduce_every=every), 2)  # type: ignore[arg-type]
-    assert persistent_gradients(policy, True, micro_batches) == wanted
-    assert persistent_gradients(policy, False, micro_batches) == (False, False)
+    assert persistent_gradients(policy, True, micro_batches, on_host=False) == wanted
+    assert persistent_gradients(policy, True, micro_batches, on_host=True) == (wanted[0], False)
+    assert persistent_gradients(policy, False, micro_batches, on_host=False) == (False, False)
     engine = Engine(
         Case(zero=stage, recompute="full", md=True, micro_batches=micro_batches, batch=2).config(),
         Mesh.build(Layout(), 0, torch.device("cpu")),

@@ -100,9 +100,22 @@ def test_states_are_shares_of_the_elements(stage: int) -> None:
     config, layout = resolve(parse(f"{FLAGS} --zero-stage {stage}".split()), 16, 0, declare)
     states = States.of(config, layout)
     ranks = [4 if stage >= first else 1 for first in (3, 1, 1, 2)]
-    assert list(states) == [Share(each, n) for each, n in zip((2, 12, 4, 4), ranks, strict=True)]
+    expected = [Share(each, n) for each, n in zip((2, 12, 4, 4), ranks, strict=True)]
+    assert list(states) == [*expected, Share(16, ranks[1], 0.0)]
     assert str(states.optimizer) == ("12 Psi / 4" if stage else "12 Psi")
     assert states.at_rest(64) == {"parameters": 2 * 64 // ranks[0], "optimizer": 12 * 64 // ranks[1]}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_states_in_host_memory_are_a_share_of_the_elements(stage: int) -> None:
+    """Masters, moments and a buffer of three quarters; gradients that are whole stay on the device."""
+    flags = f"{FLAGS} --zero-stage {stage} --optimizer-cpu-offload --optimizer-offload-fraction 0.75"
+    states = States.of(*resolve(parse(flags.split()), 16, 0, declare))
+    ranks = 4 if stage else 1
+    assert states[1:3] == (Share(12, ranks, 0.25), Share(4, ranks, 0.25))
+    assert states.accumulated == (Share(4, 4, 0.25) if stage >= 2 else Share(4))
+    assert states.host == Share(16, ranks, 0.75) and states.host.of(64) == 16 * 48 // ranks
+    assert str(states.optimizer) == ("0.25 x 12 Psi / 4" if stage else "0.25 x 12 Psi")
 
 
 def test_the_least_that_is_held() -> None:

@@ -289,6 +289,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "tp": None,
         "on_host": True,
         "contiguous": True,
+        "sent": As("Trainer.mesh.copied"),
     },
     "upload_step": {
         "batches": Kind("list"),

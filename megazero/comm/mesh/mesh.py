@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ class Mesh:
     world: Axis
     host: Axis  # all ranks, for tensors in host memory: `world`, or on a GPU an axis of its own, over gloo
     in_flight: InFlight  # shared by all axes
+    copied: Counter[str] = field(default_factory=Counter)  # kind of traffic -> bytes to and from host memory
 
     @property
     def coord(self) -> Coord:
@@ -131,6 +132,7 @@ class Mesh:
     def sent(self) -> dict[str, int]:
         """Return the bytes sent so far, by kind of traffic."""
         total: Counter[str] = Counter(dict.fromkeys(KINDS_OF_TRAFFIC, 0))
+        total.update(self.copied)
         for axis in self.axes:
             for kind, num_bytes in axis.sent.items():
                 total[TRAFFIC.get(kind, kind)] += num_bytes

@@ -25,7 +25,7 @@ TRAFFIC = {"data": "dp", "shard": "dp", "replica": "dp", "embedding": "pp", "wor
     "expert_shard": "dp",
     "expert_replica": "dp",
 }
-KINDS_OF_TRAFFIC = ("dp", "cp", "ep", "tp", "pp", "control")
+KINDS_OF_TRAFFIC = ("dp", "cp", "ep", "tp", "pp", "control", "pcie")  # the last: copies to and from host memory
 Ranks = tuple[int, ...]  # global ranks, ascending
 
 

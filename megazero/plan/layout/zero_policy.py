@@ -130,13 +130,40 @@ class PersistentGradients(NamedTuple):
     sharded: bool
 
 
-def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int) -> PersistentGradients:
+def host_units(config: Config, numel: Mapping[str, int], tied: str | None) -> frozenset[str]:
+    """Return the units of a pipeline rank whose master weights, states and reduced gradients are in host memory.
+
+    They are its first units, with at most --optimizer-offload-fraction of its elements. The table that two stages hold
+    comes last, because both must update it in the same place: CPUs and GPUs round differently.
+
+    Args:
+        numel: unit -> its elements.
+        tied: the unit that two stages hold.
+    """
+    if not offload_fraction(config):
+        return frozenset()
+    most, at, found = offload_fraction(config) * sum(numel.values()), 0, set[str]()
+    for name in sorted(numel, key=lambda name: name == tied):
+        at += numel[name]
+        if at > most:
+            break
+        found.add(name)
+    return frozenset(found)
+
+
+def offload_fraction(config: Config) -> float:
+    """Return the largest share of a rank's elements with states in host memory."""
+    return config.optimizer.offload if config.trains else 0.0
+
+
+def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int, on_host: bool) -> PersistentGradients:
     """Choose which gradient buffers are persistent under --contiguous-checkpointing (`arena`).
 
-    They are the buffers that outlive a unit's backward: sharded ones, and unsharded ones that accumulate.
+    They are the buffers that outlive a unit's backward: sharded ones, unless they are in host memory (`on_host`), and
+    unsharded ones that accumulate.
     """
     accumulates = not policy.optimizer or (not policy.gradients and micro_batches > 1)
-    return PersistentGradients(unsharded=arena and accumulates, sharded=arena and policy.optimizer)
+    return PersistentGradients(unsharded=arena and accumulates, sharded=arena and policy.optimizer and not on_host)
 
 
 class Buckets(NamedTuple):

@@ -156,18 +156,35 @@ class SumTied(UnitOp):
 
 
 @dataclass(frozen=True, slots=True)
+class StoreGradient(UnitOp):
+    """Copy the reduced gradient to host memory, and free it (--optimizer-cpu-offload)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchGradient(UnitOp):
+    """Copy the gradient of earlier micro-batches from host memory to the device, where the next Reduce adds to it."""
+
+
+@dataclass(frozen=True, slots=True)
 class GradNorm:
     """Compute the norm of all gradients over all ranks. The engine then decides whether to update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update(UnitOp):
-    """Step the optimizer on the owned range of the unit, and free its gradient."""
+    """Step the optimizer on the owned range of the unit, and free its gradient. The host computes within it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchWeights(UnitOp):
+    """Copy the weights of the owned range, which the host has updated, to the device."""
 
 
 # -- asynchronous operations. Without Start and Wait, one is started and waited for at once.
 
-Asynchronous = Gather | Fetch | Reduce | Recv | Send | Sync | ReduceReplicas | SumReplicated | SumTied | Update
+Asynchronous = (Gather | Fetch | Reduce | Recv | Send | Sync | ReduceReplicas | SumReplicated | SumTied) | (
+    StoreGradient | FetchGradient | FetchWeights
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +204,10 @@ class Wait:
 Op = (
     Asynchronous
     | (Forward | Recompute | Backward | BackwardWeights | Keep | Rebuild | Drop | Release)
-    | (Open | GradNorm | Start | Wait)
+    | (Open | GradNorm | Update | Start | Wait)
 )
 Ops = list[Op]
+HOST_COPIES = (StoreGradient, FetchGradient, FetchWeights)  # of units
 COMPUTE = (Forward, Recompute, Backward, BackwardWeights)
 
 
@@ -199,8 +217,8 @@ def inner(op: Op) -> Op:
 
 
 def axis_of(op: Op) -> str:
-    """Return the stream of an asynchronous operation: dp, tp, pp, or host for copies and updates on the host."""
-    if isinstance(op, (Fetch, Update)):
+    """Return the stream of an asynchronous operation: dp, tp, pp, or host for copies to and from host memory."""
+    if isinstance(op, (Fetch, *HOST_COPIES)):
         return "host"
     if isinstance(op, (Transfer, SumTied)):
         return "pp"

@@ -13,6 +13,7 @@ from megazero.plan.program.operations import (
     BackwardWeights,
     Drop,
     Fetch,
+    FetchWeights,
     Forward,
     Gather,
     GradNorm,
@@ -28,6 +29,7 @@ from megazero.plan.program.operations import (
     Release,
     Send,
     Start,
+    StoreGradient,
     SumReplicated,
     SumTied,
     Sync,
@@ -273,38 +275,54 @@ def start_replica_sums(spec: RankSpec, ops: Ops) -> Ops:
     if not spec.overlap:
         return ops
     complete = {op.op.unit: at for at, op in enumerate(ops) if isinstance(op, Wait) and isinstance(op.op, Reduce)}
-    replicated = {unit: at for unit, at in complete.items() if spec.group(unit).replicas > 1}
+    replicated = {
+        unit: at for unit, at in complete.items() if spec.group(unit).replicas > 1 and not spec.units[unit].on_host
+    }
     return _weave(ops, {}, {at: [Start(ReduceReplicas(unit))] for unit, at in replicated.items()})
 
 
 def finish_gradients(spec: RankSpec) -> Ops:
     """Complete the gradient sums once per step: over replicas, over tp, then over the stages that share a tied table.
 
+    Gradients in host memory were complete before they were copied (`store_gradients`), except that of the tied table.
     The norm is last, because it reads complete gradients.
     """
-    trained, ops = spec.trained_units, list[Op]()
+    trained, ops = [u for u in spec.trained_units if not spec.units[u].on_host], list[Op]()
     replicated = [u for u in trained if spec.group(u).replicas > 1]
     if not spec.overlap:
         ops += [Start(ReduceReplicas(u)) for u in replicated]
     ops += [Wait(ReduceReplicas(u)) for u in replicated]
     summed = [u for u in trained if spec.units[u].sums_over_tp]
     ops += [Start(SumReplicated(u)) for u in summed] + [Wait(SumReplicated(u)) for u in summed]
-    ops += [SumTied(u) for u in trained if u == spec.tied]
+    if spec.tied in spec.trained_units:
+        ops += [SumTied(spec.tied), *([StoreGradient(spec.tied)] if spec.tied in spec.offloaded_units else [])]
     return [*ops, GradNorm()]
 
 
 def update(spec: RankSpec) -> Ops:
     """Step the optimizer unit by unit, and start the all-gather of its updated weights.
 
-    The next step waits for it before their first use. An update on the host starts one unit ahead, so that its copies
-    overlap with the previous update.
+    The next step waits for it before their first use. The host updates last, while the device computes its own updates.
+    The copy of its weights overlaps with its next update.
     """
     ops: Ops = []
-    trained, ahead = spec.trained_units, spec.updates_on_host and spec.overlap
-    for at, unit in enumerate(trained):
-        if ahead:  # the first iteration starts units 0 and 1, a later one the next unit
-            ops += [Start(Update(u)) for u in trained[at + 1 if at else 0 : at + 2]]
-        ops.append(Wait(Update(unit)) if ahead else Update(unit))
-        if spec.policy(unit).syncs:
-            ops.append(Start(Sync(unit)) if spec.overlap else Sync(unit))
-    return ops
+    copied = ""  # the unit whose weights are in flight to the device
+    for unit in sorted(spec.trained_units, key=lambda unit: spec.units[unit].on_host):
+        ops.append(Update(unit))
+        if copied:
+            ops += [Wait(FetchWeights(copied)), *_sync(spec, copied)]
+            copied = ""
+        if not spec.units[unit].on_host:
+            ops += _sync(spec, unit)
+        elif spec.overlap:
+            ops.append(Start(FetchWeights(unit)))
+            copied = unit
+        else:
+            ops += [FetchWeights(unit), *_sync(spec, unit)]
+    return [*ops, Wait(FetchWeights(copied)), *_sync(spec, copied)] if copied else ops
+
+
+def _sync(spec: RankSpec, unit: str) -> Ops:
+    if not spec.policy(unit).syncs:
+        return []
+    return [Start(Sync(unit)) if spec.overlap else Sync(unit)]

@@ -8,9 +8,10 @@
     -> insert_reductions()   + Open, Reduce                    after the last contribution
     -> start_early()         Start(Gather) .. Wait(Gather)     one layer earlier
     -> start_replica_sums()  + Start(ReduceReplicas)           after a unit's last Reduce
+    -> store_gradients()     + StoreGradient, FetchGradient    after a unit's Reduce, with states on the host: `offload`
     -> place_weights()       Gather(offset)                    offsets in one arena, by liveness: `arena`
     + finish_gradients()     ReduceReplicas, SumReplicated, SumTied, GradNorm
-    + update()               Update, Sync
+    + update()               Update, FetchWeights, Sync
 
 Every pass maps a list to a list; "+" inserts operations, "-" removes them. The interpreter (`step.interpreter`) runs
 the final list, `price.bytes.estimate` counts its bytes, `price.time.simulate` its seconds, and this prints it:
@@ -24,6 +25,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megazero.plan.program.arena import delay, place_weights
+from megazero.plan.program.offload import store_gradients
 from megazero.plan.program.operations import COMPUTE, Keep, Op, Ops, Start, Wait, name_of
 from megazero.plan.program.passes import (
     assign_slots,
@@ -66,7 +68,7 @@ def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int 
     sizes = {name: unit.numel for name, unit in spec.units.items()}
     if trains:
         ops = insert_reductions(spec, ops)
-    ops = start_replica_sums(spec, start_early(spec, ops))
+    ops = store_gradients(spec, start_replica_sums(spec, start_early(spec, ops)))
     ops, numel = place_weights(ops if arena_limit is None else delay(ops, sizes, arena_limit), sizes)
     if not trains:
         return Program(ops, [], trains, slots, numel, 0)

@@ -16,6 +16,7 @@ from megazero.plan.layout.zero_policy import (
     ShardingGroup,
     ZeroPolicy,
     group_of,
+    host_units,
     owned_ranges,
     sharding_groups,
 )
@@ -55,6 +56,7 @@ class Unit(NamedTuple):
     sums_over_tp: bool = False  # at least one gradient
     summed: tuple[Range, ...] = ()  # elements whose gradients are summed over tp
     group: str = DENSE  # its sharding group
+    on_host: bool = False  # its master weights, states and reduced gradients
 
     @property
     def numel(self) -> int:
@@ -79,7 +81,6 @@ class RankSpec:
     partitioned: bool = False  # kept inputs, over tp
     on_host: bool = False  # kept inputs
     arena: bool = False  # kept inputs
-    updates_on_host: bool = False
     tied: str | None = None  # the unit of the embedding group
     backlog: int | None = None  # micro-batches whose weight gradients may wait
     v_shaped: bool = False  # placement of virtual stages
@@ -130,6 +131,11 @@ class RankSpec:
     def trained_units(self) -> list[str]:
         return [name for name, unit in self.units.items() if unit.trains]
 
+    @property
+    def offloaded_units(self) -> list[str]:
+        """Units whose gradients are copied to host memory and updated there."""
+        return [name for name in self.trained_units if self.units[name].on_host]
+
     def recomputes(self, layer: PlannedLayer) -> bool:
         return self.recompute and layer.use is Use.LAYER and layer.has_backward
 
@@ -151,12 +157,14 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         key = layers.kinds[name.removesuffix(EXPERTS)].name, group_of(name), tuple(spec.trains for spec in params)
         known[key] = flats[name] = known.get(key) or unit_layout(params, layout.sizes, groups[group_of(name)].shards)
     ranges = owned_ranges(flats, groups)
+    tied = layers.tied if layout.last_pp > 0 and pp in (0, layout.last_pp) else None
+    on_host = host_units(config, {name: flat.numel for name, flat in flats.items()}, tied)
     units: dict[str, Unit] = {}
     for name, params in specs.items():
         group, sequence_parallel = groups[group_of(name)], config.parallel.sequence_parallel
         summed = tuple(group.summed(flats[name], sequence_parallel))
         sums, trains = bool(summed) or (sequence_parallel and group.over_tp), any(spec.trains for spec in params)
-        units[name] = Unit(flats[name], trains, ranges[name], sums, summed, group_of(name))
+        units[name] = Unit(flats[name], trains, ranges[name], sums, summed, group_of(name), name in on_host)
     chunks: list[tuple[PlannedLayer, ...]] = []
     for chunk, stage in enumerate(layout.stages(pp)):
         found: list[PlannedLayer] = []
@@ -181,8 +189,7 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         partitioned=activations.partition_activations,
         on_host=activations.checkpoint_in_cpu,
         arena=activations.contiguous_checkpointing,
-        updates_on_host=config.optimizer.rules.place == "host",
-        tied=layers.tied if layout.last_pp > 0 and pp in (0, layout.last_pp) else None,
+        tied=tied,
         backlog=config.parallel.zero_bubble_backlog or None,
         v_shaped=layout.v_shaped,
         costs=pass_costs(layers, activations),

@@ -21,6 +21,7 @@ from megazero.plan.program.operations import (
     Backward,
     BackwardWeights,
     Drop,
+    FetchGradient,
     Forward,
     Gather,
     Keep,
@@ -32,6 +33,7 @@ from megazero.plan.program.operations import (
     Reduce,
     Send,
     Start,
+    StoreGradient,
     Sync,
     Update,
     Wait,
@@ -228,6 +230,8 @@ class _Walk:
             Sync: self._gather,
             Open: self._open,
             Reduce: self._reduce,
+            StoreGradient: self._store_gradient,
+            FetchGradient: self._fetch_gradient,
             Update: self._update,
         }
 
@@ -375,8 +379,17 @@ class _Walk:
         if not sizes.packs(op.unit):
             self.allocations[op] = unsharded
 
-    def _update(self, op: Update) -> None:
-        sizes = self.sizes
-        working = sizes.cast_gradients(op.unit) + sizes.working(op.unit) + sizes.scratch(op.unit)
-        self.tracker.allocate("buffers", working).end()
+    def _store_gradient(self, op: StoreGradient) -> None:
         self.allocations[op] = self.allocations.pop(("sharded", op.unit))
+
+    def _fetch_gradient(self, op: FetchGradient) -> None:
+        size = self.sizes.owned_gradients(op.unit)
+        self.allocations["sharded", op.unit] = self.tracker.allocate("gradients", size)
+
+    def _update(self, op: Update) -> None:
+        on_host = self.spec.units[op.unit].on_host
+        sizes = self.sizes
+        temporary = sizes.cast_gradients(op.unit) + sizes.working(op.unit) + sizes.scratch(op.unit)
+        self.tracker.allocate("host" if on_host else "buffers", temporary).end()
+        if not on_host:
+            self.allocations[op] = self.allocations.pop(("sharded", op.unit))

@@ -45,19 +45,22 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     tokens = f"s / {layout.cp}" if layout.cp > 1 else "s"
     kept = f"{w} b {tokens} h{parts} for each block and micro-batch in flight" if full else ""
     arenas = ", arenas" if activations.contiguous_checkpointing else ""
+    shares = {
+        kind: " and, of experts, ".join(dict.fromkeys(str(getattr(each, kind)) for each in states))
+        + (others if kind == "optimizer" else "")
+        for kind in ("parameters", "optimizer", "gradients", "host")
+        if getattr(states[0], kind).each * getattr(states[0], kind).part
+    }
+    host = [shares["host"]] if "host" in shares else []
+    host += [f"{kept}, in host memory"] if activations.checkpoint_in_cpu else []
     return formulas | {
         "activations": f"autograd's saved tensors of {'one recomputed block, and the ends' if full else 'all layers'}",
-        **{
-            kind: " and, of experts, ".join(dict.fromkeys(str(getattr(each, kind)) for each in states))
-            + (others if kind == "optimizer" else "")
-            for kind in ("parameters", "optimizer", "gradients")
-            if getattr(states[0], kind).each
-        },
+        **shares,
         "activation_checkpoints": "" if activations.checkpoint_in_cpu else kept,
         "buffers": f"arena of gathered weights, buckets, unreduced gradients, messages, rotary tables{arenas}",
         "logits": f"{w} b {tokens} v / tp",
         "peak": "highest sum of all these but activations",
-        "host": f"{kept}, in host memory" if activations.checkpoint_in_cpu else "",
+        "host": " + ".join(host),
     }
 
 
@@ -71,10 +74,12 @@ def _traffic_formulas(config: Config, layout: Layout, found: StageBytes) -> dict
         terms.append(_times(found.reductions, rates.gradients))
     replicas = ""
     if layout.replica > 1 and found.reductions:
-        replicas = f" + 2 x {states.gradients} x ({layout.replica}-1)/{layout.replica}"
+        replicas = f" + 2 x {states.gradients._replace(part=1.0)} x ({layout.replica}-1)/{layout.replica}"
     each = f"({' + '.join(terms)})" if len(terms) > 1 else "".join(terms)
     experts = f" (experts: {layout.expert_shard})" if layout.divides_experts else ""
     dp = f"{each} Psi x (N-1)/N, N = {layout.shard}{experts}{replicas}" if terms else ""
+    copied = ["gradients to host memory, weights back"] if states.host.part else []
+    copied += ["inputs of blocks, there and back"] if config.activations.checkpoint_in_cpu else []
     return {
         "dp traffic": dp,
         "cp traffic": "keys and values of the other ranks, and their gradients" if layout.cp > 1 else "",
@@ -82,6 +87,7 @@ def _traffic_formulas(config: Config, layout: Layout, found: StageBytes) -> dict
         "tp traffic": "activations and losses",
         "pp traffic": "messages, tied table",
         "control traffic": "norms, losses, counts",
+        "pcie traffic": " + ".join(copied),
     }
 
 

@@ -17,6 +17,7 @@ from megazero.plan.layout.layers import stage_units
 from megazero.plan.layout.topology import TRAFFIC, Layout, route
 from megazero.plan.program.operations import (
     COMPUTE,
+    HOST_COPIES,
     Backward,
     BackwardWeights,
     Fetch,
@@ -127,6 +128,8 @@ class StepCosts:
             return self.network.message(self.sizes.hidden, self.spec.rank, there)
         if isinstance(op, (Keep, Fetch)):
             return self._copy(op)
+        if isinstance(op, HOST_COPIES):
+            return sum(move.num_bytes for move in self.sizes.moves(op)) / self.device["host.bandwidth"]
         moving = self._moving(self.sizes.moves(op))
         if isinstance(op, Update):  # these are the collectives of all of a sharding group's ranks
             moving *= self.spec.update_imbalance / self.spec.group(op.unit).parts
@@ -189,8 +192,10 @@ class StepCosts:
         if isinstance(op, Reduce) and self.spec.policy(op.unit).optimizer:
             return roofline.memory("add_", 3 * sizes.owned(op.unit))
         if isinstance(op, GradNorm):
-            read = sum(map(sizes.owned_gradients, self.spec.trained_units))
-            return roofline.memory("norm", read) * roofline.slower + self._moving(sizes.agreed())
+            offloaded = self.spec.offloaded_units
+            read = sum(sizes.owned_gradients(unit) for unit in self.spec.trained_units if unit not in offloaded)
+            on_host = sum(map(sizes.owned_gradients, offloaded)) / self.device.host_memory_bandwidth
+            return roofline.memory("norm", read) * roofline.slower + on_host + self._moving(sizes.agreed())
         return self._update(op.unit) if isinstance(op, Update) else 0.0
 
     def _matrices(self, unit: str) -> float:
@@ -208,6 +213,8 @@ class StepCosts:
     def _update(self, unit: str) -> float:
         """Return the seconds of a fused update: two slices, with and without weight decay, and the casts."""
         rates = self.sizes.rates
+        if self.spec.units[unit].on_host:
+            return self.sizes.updated(unit) / self.device.host_memory_bandwidth
         calls = 2 + (rates.gradients != rates.state) + (rates.weights != rates.state)
         host = calls * self.device["overhead.call"]
         device = self.roofline.memory("adamw", self.sizes.updated(unit)) * self.roofline.slower + self._matrices(unit)

@@ -33,7 +33,12 @@ SECTIONS = {
     "node": ("devices", "bandwidth", "fraction", "latency"),
     "cluster": ("bandwidth", "fraction", "latency"),
 }
-OPTIONAL = {"memory": ("communicator",), "compute": ("tf32", "attention_64"), "overhead": ("collective", "overlap")}
+OPTIONAL = {
+    "memory": ("communicator",),
+    "host": ("memory_bandwidth",),
+    "compute": ("tf32", "attention_64"),
+    "overhead": ("collective", "overlap"),
+}
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -154,6 +159,12 @@ class Device:
     def overlap(self) -> float:
         """Fraction by which a layer slows down while a collective runs: on GPUs."""
         return self.get("overhead.overlap", 0.0)
+
+    @property
+    def host_memory_bandwidth(self) -> float:
+        """Bytes/s at which a rank's cores read and write host memory; the device's memory if it is a CPU."""
+        own = self["memory.bandwidth"] * self["memory.fraction"] if self.kind == "cpu" else self["host.bandwidth"]
+        return self.get("host.memory_bandwidth", own)
 
     def attention(self, head_dim: int) -> float:
         """Return the fraction of the peak that fused attention reaches; heads of up to 64 have their own constant."""

@@ -20,7 +20,6 @@ from megazero.plan.program.operations import (
     Send,
     Start,
     Transfer,
-    Update,
     Wait,
     axis_of,
     inner,
@@ -117,7 +116,7 @@ class _Rank:
             begin = self.now
             self.run(op, self.slowed(cost(op)))
             self.spans.append(Computation(op, begin, self.now))
-        elif isinstance(about, Asynchronous) and not isinstance(op, Update):  # an Update without Start computes
+        elif isinstance(about, Asynchronous):
             axis, seconds = axis_of(about), cost(about)
             if seconds:  # 0 along an axis of one rank
                 self.begin_transfer()

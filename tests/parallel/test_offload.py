@@ -1,0 +1,164 @@
+"""States in host memory (--optimizer-cpu-offload): the same run to the bit, with the predicted bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megazero.config.optimizers import ADAMW
+from megazero.config.schema import BYTES
+from megazero.model.stage import declare
+from megazero.plan.program.operations import (
+    FetchGradient,
+    FetchWeights,
+    GradNorm,
+    Op,
+    Reduce,
+    Start,
+    StoreGradient,
+    SumTied,
+    Sync,
+    Update,
+    Wait,
+    name_of,
+)
+from megazero.plan.program.program import Program, program
+from megazero.plan.program.rank_spec import RankSpec, rank_spec
+from megazero.plan.sizes import Rates
+from megazero.price.bytes.estimate import estimate
+from tests.parallel.cases import MODEL, Case, train
+from tests.parallel.test_parity import check_bytes
+from tests.parallel.test_pretended_gpu import FOR_GRADIENTS, train_watched
+
+SMALL = replace(MODEL, num_layers=3)
+LLAMA = replace(SMALL, architecture="llama", num_query_groups=2)
+
+
+def case_of(**changes: object) -> Case:
+    return Case(**({"model": SMALL, "dp": 2, "micro_batches": 3} | changes))  # type: ignore[arg-type]
+
+
+SAME = [
+    case_of(dp=1, precision="bf16"),
+    case_of(zero=0),
+    case_of(zero=1, precision="fp16", options=(("overlap_comm", False),)),
+    case_of(zero=2, precision="bf16", grad_dtype="bf16", options=(("reduce_bucket_size", 3000),)),
+    case_of(zero=3, md=True, recompute="full", host=True),
+    case_of(zero=2, micro_batches=1, optimizer="lion", precision="fp64"),
+    case_of(dp=4, zero=2, options=(("zero_shard_size", 2),)),  # sums over replicas precede the last copy
+    case_of(dp=1, pp=2, schedule="zero-bubble", model=replace(SMALL, num_layers=4)),  # a tied table on two stages
+    case_of(pp=2, zero=2, tp=1, model=replace(SMALL, num_layers=4)),
+    case_of(tp=2, sp=True, zero=3, model=LLAMA, micro_batches=3, frozen=("blocks.0.*",)),
+]
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("case", SAME, ids=str)
+def test_it_is_the_same_run_to_the_bit(case: Case, fraction: float, ranks) -> None:
+    offloaded = case._replace(offload=fraction)
+    device, host = (ranks(case.world).run(train, each) for each in (case, offloaded))
+    for ours, theirs in zip(host, device, strict=True):
+        assert ours.losses == theirs.losses and ours.norms == theirs.norms
+        for here, there in zip(ours.memory, theirs.memory, strict=True):
+            assert here["optimizer"] < there["optimizer"] or not there["optimizer"]
+            assert here["host"] > there["host"]
+            assert here["gradients"] < there["gradients"]
+            if fraction == 1:
+                assert here["optimizer"] == here["gradients"] == 0
+        for here, there in zip(ours.sent, theirs.sent, strict=True):
+            assert here | {"pcie": 0} == there | {"pcie": 0} and here["pcie"] > there["pcie"]
+    check_bytes(offloaded, host)
+
+
+ON_GPU = [
+    case_of(zero=2, precision="fp16", offload=0.8, options=(("reduce_bucket_size", 3000),)),
+    case_of(dp=1, pp=2, micro_batches=2, offload=1.0),
+]
+
+
+@pytest.mark.parametrize("case", ON_GPU, ids=str)
+def test_copies_of_a_gpu_are_in_order(case: Case, ranks) -> None:
+    """Gradients, weights and pinned memory have one user at a time; the host waits for gradients and their norm."""
+    case = case._replace(device="pretended gpu", kernels="eager")
+    for rank, (outcome, found, waits) in enumerate(ranks(case.world).run(train_watched, case)):
+        assert found == {}
+        assert waits == [[*FOR_GRADIENTS, "tolist"]] * len(waits)
+        memory, traffic = estimate(case.config(), case.layout, rank, needs_staging_buffer=False)
+        assert outcome.sent == [traffic] * len(waits) and traffic["pcie"] > 0
+        for measured in outcome.memory:
+            assert measured | {"peak": 0} == memory | {"peak": 0}
+
+
+def test_host_memory_has_masters_states_and_a_buffer() -> None:
+    """In bf16, 4 + 4 + 4 bytes of states, and a buffer for fp32 gradients; in fp64 and fp32, masters are a copy."""
+    for precision, grad_dtype, host in (("bf16", "fp32", 16), ("bf16", "bf16", 14), ("fp32", "fp32", 16)):
+        config = case_of(precision=precision, grad_dtype=grad_dtype).config()
+        assert Rates.of(config, ADAMW).host == host
+    assert BYTES["bf16"] == 2
+
+
+def planned(case: Case, pp: int = 0) -> tuple[RankSpec, Program]:
+    spec = rank_spec(case.config(), case.layout, pp, declare)
+    return spec, program(spec, "1f1b", case.micro_batches)
+
+
+def of_unit(ops: list[Op], unit: str, kinds: tuple[type, ...]) -> list[str]:
+    found = [op for op in ops if isinstance(op.op if isinstance(op, (Start, Wait)) else op, kinds)]
+    return [name_of(op).replace(f" {unit}", "") for op in found if unit in name_of(op)]
+
+
+def test_gradients_are_copied_behind_the_backward() -> None:
+    spec, step = planned(case_of(zero=2, offload=1.0, micro_batches=2))
+    seen = of_unit(step.gradients, "blocks.1", (Reduce, StoreGradient, FetchGradient))
+    assert seen == [
+        *("start Reduce", "wait Reduce", "start StoreGradient", "wait StoreGradient"),
+        *("start FetchGradient", "wait FetchGradient", "start Reduce", "wait Reduce"),
+        *("start StoreGradient", "wait StoreGradient"),
+    ]
+    names = [name_of(op) for op in step.gradients]
+    # the copy of a layer's gradient is in flight while the next layer's backward computes
+    backward = names.index("Backward blocks.0 mb 0")
+    assert names.index("start StoreGradient blocks.2") < backward < names.index("wait StoreGradient blocks.2")
+    assert isinstance(step.gradients[-1], GradNorm)
+    started = [op.op for op in step.gradients if isinstance(op, Start)]
+    assert len(started) == len([op for op in step.gradients if isinstance(op, Wait) and op.op in started])
+    assert spec.offloaded_units == spec.trained_units
+
+
+def test_weights_are_copied_behind_the_next_update() -> None:
+    spec, step = planned(case_of(zero=1, offload=1.0))
+    names = [name_of(op) for op in step.update]
+    first, second, *_ = spec.trained_units
+    assert names[:5] == [
+        f"Update {first}",
+        f"start FetchWeights {first}",
+        f"Update {second}",
+        f"wait FetchWeights {first}",
+        f"start Sync {first}",
+    ]
+    assert names[-1] == f"start Sync {spec.trained_units[-1]}"
+    kinds = [type(op.op if isinstance(op, (Start, Wait)) else op) for op in step.update]
+    number = len(spec.trained_units)
+    assert [kinds.count(kind) for kind in (Update, FetchWeights, Sync)] == [number, 2 * number, number]
+
+
+def test_the_first_units_are_in_host_memory_and_update_last() -> None:
+    spec, step = planned(case_of(zero=3, offload=0.5))
+    on_host = [name for name, unit in spec.units.items() if unit.on_host]
+    assert on_host == list(spec.units)[: len(on_host)] and 0 < len(on_host) < len(spec.units)
+    total = sum(unit.numel for unit in spec.units.values())
+    within = sum(spec.units[name].numel for name in on_host)
+    assert within <= 0.5 * total < within + spec.units[list(spec.units)[len(on_host)]].numel
+    updates = [op.unit for op in step.update if isinstance(op, Update)]
+    assert updates[-len(on_host) :] == on_host and sorted(updates) == sorted(spec.units)
+
+
+def test_both_stages_update_a_tied_table_in_the_same_place() -> None:
+    """CPUs and GPUs round differently: a table on both would become two tables."""
+    for fraction, expected in ((0.5, False), (0.99, False), (1.0, True)):
+        for pp in (0, 1):
+            spec, step = planned(case_of(dp=1, pp=2, offload=fraction), pp)
+            assert spec.tied and spec.units[spec.tied].on_host is expected
+            names = [name_of(op) for op in step.gradients if isinstance(op, (SumTied, StoreGradient))]
+            assert names == [f"SumTied {spec.tied}", *([f"StoreGradient {spec.tied}"] if expected else [])]
