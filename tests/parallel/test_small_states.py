@@ -14,6 +14,7 @@ from megazero.checkpoint.streaming import TensorReader
 from megazero.comm.mesh.mesh import Mesh
 from megazero.optim.small import Wide
 from megazero.step.engine import Engine
+from megazero.zero import optimizer_shard
 from megazero.zero.optimizer_shard import OptimizerShard
 from tests.helpers import small
 from tests.parallel.cases import MODEL, Case, Outcome, micro_batches, new_engine, train, train_on
@@ -62,6 +63,20 @@ def test_every_layout_rounds_moments_alike(case: Case, ranks) -> None:
         assert relative_error(outcome.losses, losses) < TOLERANCE
         assert relative_error(outcome.norms, norms) < TOLERANCE
     check_bytes(case, outcomes)
+
+
+def train_in_pieces(rank: int, case: Case, numel: int) -> Outcome:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_shard, "TOGETHER", numel)
+        return train(rank, case)
+
+
+@pytest.mark.parametrize(("moments", "masters"), [("int8", "fp32"), ("fp32", "split"), ("bf16", "split")])
+def test_large_units_are_updated_piece_by_piece(moments: str, masters: str, ranks) -> None:
+    """The pieces change no result: numbers of one element do not depend on those of others, or of its block alone."""
+    case = case_of(moments, masters=masters, precision="bf16", dp=2, zero=2)
+    whole, pieces = ranks(2).run(train, case), ranks(2).run(train_in_pieces, case, 4096)
+    assert [each.losses for each in whole] == [each.losses for each in pieces]
 
 
 def whole_states(engine: Engine) -> dict[str, torch.Tensor]:
@@ -160,7 +175,7 @@ def train_with_masters(rank: int, case: Case, away: bool) -> tuple[Outcome, dict
 
 @pytest.mark.parametrize(("zero", "offload"), [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0), (1, 0.5), (3, 1.0)])
 def test_split_master_weights_are_the_same_to_the_bit(zero: int, offload: float, ranks) -> None:
-    """They take 2 bytes less than fp32 ones. In host memory, where no weights are that they could complete, none are split."""
+    """They take 2 bytes less than fp32 ones. Those in host memory, far from the compute weights, are not split."""
     plain = case_of("fp32", precision="bf16", dp=2, zero=zero, micro_batches=2, offload=offload)
     split = plain._replace(masters="split")
     wanted, found = (ranks(2).run(train_with_masters, case, True) for case in (plain, split))
