@@ -18,6 +18,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is imported: its kernels run on the CPU
 
+from tests.helpers.parsers import remember_parsers
 from tests.helpers.programs import PRELOADED
 from tests.helpers.ranks import Forked, Ranks
 
@@ -36,6 +37,7 @@ torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # tests/machine
 with contextlib.suppress(OSError):  # a sandbox may refuse
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
+remember_parsers()
 START = Forked(PRELOADED)
 POOLS: dict[int, Ranks] = {}
 
