@@ -14,6 +14,7 @@ import fnmatch
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,8 @@ def forward(
         rows = tuple(Rows(sample, 0, x[0, ..., 0].numel()) for sample in samples)
         return x * Dropout(probability, config.training.seed, layer, site).mask(x.detach(), rows)
 
+    if samples is None:  # training alone drops choices of experts
+        model = replace(model, moe_expert_capacity_factor=0.0)
     blocks = parallel_block if model.traits.parallel else sequential_block
     root = model.hidden_size**0.5 if model.traits.root_embedding else 1.0
     x = F.embedding(ids, w["token_embedding.weight"]) * root * model.embedding_multiplier
@@ -90,10 +93,11 @@ def forward(
 
 
 class Choice(NamedTuple):
-    """A router's logits [b, s, E], and the numbers of the experts of each token [b, s, k]."""
+    """A router's logits [b, s, E], the numbers of the experts of each token [b, s, k], and which of them it passes."""
 
     logits: torch.Tensor
     experts: torch.Tensor
+    kept: torch.Tensor
 
 
 Note = Callable[[Choice], None]
@@ -180,9 +184,11 @@ def mlp_or_experts(model: ModelConfig, w: Weights, y: torch.Tensor, note: Note) 
     logits = F.linear(y, w["mlp.router.weight"])
     probabilities = logits.softmax(-1)
     best, chosen = probabilities.topk(model.moe_router_topk)
-    note(Choice(logits, chosen))
     if not model.moe_router_pre_softmax:
         best = best / best.sum(-1, keepdim=True)
+    kept = passed(model, best, chosen)
+    note(Choice(logits, chosen, kept))
+    best = best * kept
     total = torch.zeros_like(y)
     for e, (up, down) in enumerate(zip(w["mlp.experts.up.weight"], w["mlp.experts.down.weight"], strict=True)):
         weight = (best * (chosen == e)).sum(-1, keepdim=True)
@@ -192,6 +198,21 @@ def mlp_or_experts(model: ModelConfig, w: Weights, y: torch.Tensor, note: Note) 
         gate = w.get("mlp.shared_gate.weight")
         total = total + (shared if gate is None else F.linear(y, gate).sigmoid() * shared)
     return total
+
+
+def passed(model: ModelConfig, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """weights, chosen [b, s, k] -> whether an expert has room for a choice, 0 or 1: sorted by sample and expert"""
+    kept, rounded = torch.ones_like(weights), weights.float()  # of fp64
+    if not model.moe_expert_capacity_factor:
+        return kept
+    room = math.ceil(chosen[0].numel() / model.num_experts * model.moe_expert_capacity_factor)
+    for sample in range(len(chosen)):
+        for e in range(model.num_experts):
+            places = (chosen[sample] == e).nonzero().tolist()
+            places.sort(key=lambda place: (-rounded[sample, *place].item(), place))
+            for place in places[room:]:
+                kept[sample, *place] = 0.0
+    return kept
 
 
 def sequential_block(
@@ -240,18 +261,20 @@ class Balance(NamedTuple):
     Attributes:
         choices: of each expert, by layer with experts.
         entropy: of the probabilities in nats, the mean over tokens and layers.
+        dropped: the share of the choices that no expert has room for.
         aux_loss, z_loss: without their factors, the mean over samples by their targets, and over layers.
     """
 
     choices: tuple[tuple[int, ...], ...]
     entropy: float
+    dropped: float
     aux_loss: float
     z_loss: float
 
 
 def sample_losses(choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
     """The balance losses of each sample [b]: of the loads of experts, and of the size of logits."""
-    logits, experts = choice
+    logits, experts, _ = choice
     count = logits.shape[-1]
     share = F.one_hot(experts, count).to(logits.dtype).mean((1, 2))  # of the sample's choices, [b, E]
     aux = count * (share * logits.softmax(-1).mean(1)).sum(-1)
@@ -262,12 +285,14 @@ def balance(choices: list[Choice], targets: torch.Tensor) -> Balance:
     """`targets`: of each sample [b]."""
     weight, real = targets / targets.sum(), targets > 0
     losses = [sample_losses(choice) for choice in choices]
-    entropy = [torch.distributions.Categorical(logits=logits[real]).entropy().mean() for logits, _ in choices]
+    entropy = [torch.distributions.Categorical(logits=logits[real]).entropy().mean() for logits, *_ in choices]
     return Balance(
         tuple(
-            tuple(experts[real].flatten().bincount(minlength=logits.shape[-1]).tolist()) for logits, experts in choices
+            tuple(experts[real].flatten().bincount(minlength=logits.shape[-1]).tolist())
+            for logits, experts, _ in choices
         ),
         float(torch.stack(entropy).mean()),
+        1 - float(torch.stack([each.kept[real] for each in choices]).mean()),
         *(float(torch.stack([weight @ each[i] for each in losses]).mean()) for i in range(2)),
     )
 
@@ -312,7 +337,7 @@ def train(
         objective.backward()
         if choices:
             tell_balance(
-                balance([Choice(each.logits.detach(), each.experts) for each in choices], mask.sum(1).double())
+                balance([each._replace(logits=each.logits.detach()) for each in choices], mask.sum(1).double())
             )
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), o.clip_grad).item())
         losses.append(loss.item())

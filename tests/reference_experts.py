@@ -8,6 +8,7 @@ Shapes: b samples, s tokens of a sample, h hidden, n heads, d head dim, E expert
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ class Routed(NamedTuple):
 
     logits: list[torch.Tensor]  # [b, s, E]
     chosen: list[torch.Tensor]  # [b, s, k]
+    dropped: list[torch.Tensor]  # choices that experts have no room for, by sample [b]
     targets: torch.Tensor
 
 
@@ -71,7 +73,7 @@ class Llama(Model):
 
     def loss(self, samples: list[list[int]], numbers: list[int] | None) -> tuple[torch.Tensor, int]:
         ids = torch.tensor(samples)[:, :-1]
-        self.calls.append(Routed([], [], (ids != self.flags["eod"]).double().sum(1)))
+        self.calls.append(Routed([], [], [], (ids != self.flags["eod"]).double().sum(1)))
         return super().loss(samples, numbers)
 
     def __call__(self, ids: torch.Tensor, samples: list[int] | None) -> torch.Tensor:
@@ -92,7 +94,11 @@ class Llama(Model):
             attended = scores.masked_fill(hidden[:, None], -math.inf).softmax(-1) @ v
             x = x + F.linear(attended.transpose(1, 2).flatten(2), w[f"{at}.attention.proj.weight"])
             y = self.norm(x, f"{at}.norm2")
-            x = x + (self.experts(y, f"{at}.mlp") if i in expert_layers(flags) else self.swiglu(y, f"{at}.mlp"))
+            x = x + (
+                self.experts(y, f"{at}.mlp", samples is not None)
+                if i in expert_layers(flags)
+                else self.swiglu(y, f"{at}.mlp")
+            )
         return F.linear(self.norm(x, "head.norm"), w["head.output.weight"])
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -105,7 +111,7 @@ class Llama(Model):
         gate, value = up if expert is None else up[expert]
         return (F.silu(y @ gate.T) * (y @ value.T)) @ (down if expert is None else down[expert]).T
 
-    def experts(self, y: torch.Tensor, at: str) -> torch.Tensor:
+    def experts(self, y: torch.Tensor, at: str, drops: bool) -> torch.Tensor:
         """y [b, s, h] -> the sum of the experts' results, and of the gated shared expert's."""
         logits = y @ self.weights[f"{at}.router.weight"].T
         chosen = logits.argsort(-1, descending=True)[..., : self.flags["moe-router-topk"]]
@@ -114,6 +120,14 @@ class Llama(Model):
         mine = (chosen[..., None] == torch.arange(logits.shape[-1])).any(-2)
         scores = logits.exp() * mine
         scores = scores / (logits.exp() if self.flags["moe-router-pre-softmax"] else scores).sum(-1, keepdim=True)
+        kept = mine.clone()
+        if drops:
+            room = math.ceil(mine[0].sum().item() / mine.shape[-1] * self.flags["moe-expert-capacity-factor"])
+            for sample, e in itertools.product(range(mine.shape[0]), range(mine.shape[2])):
+                order = sorted(range(mine.shape[1]), key=lambda t: (-scores[sample, t, e].float().item(), t))
+                kept[sample, order[room:], e] = False
+        self.calls[-1].dropped.append(mine.sum((1, 2)) - kept.sum((1, 2)))
+        scores = scores * kept
         total = (y @ self.weights[f"{at}.shared_gate.weight"].T).sigmoid() * self.swiglu(y, f"{at}.shared")
         for e in range(logits.shape[-1]):
             total = total + scores[..., e, None] * self.swiglu(y, f"{at}.experts", e)
@@ -121,7 +135,7 @@ class Llama(Model):
 
     def penalty(self) -> torch.Tensor | float:
         """The balance losses of the last call, times their factors."""
-        logits, chosen, targets = self.calls[-1]
+        logits, chosen, _, targets = self.calls[-1]
         factors = self.flags["moe-aux-loss-coeff"], self.flags["moe-z-loss-coeff"]
         return sum(
             factor * (targets @ losses)
@@ -136,16 +150,17 @@ class Llama(Model):
             return {}
         targets, layers = torch.cat([call.targets for call in calls]), expert_layers(self.flags)
         experts, real = self.flags["num-experts"], targets > 0
-        load, entropy, aux, z = {}, [], [], []
+        load, dropped, entropy, aux, z = {}, [], [], [], []
         for place, layer in enumerate(layers):
-            logits, chosen = (torch.cat([call[kind][place] for call in calls]) for kind in (0, 1))
+            logits, chosen, left = (torch.cat([call[kind][place] for call in calls]) for kind in range(3))
+            dropped.append(left[real].sum() / chosen[real].numel())
             counts = [int((chosen[real] == e).sum()) for e in range(experts)]
             load[str(layer)] = max(counts) / (sum(counts) / experts)
             p = logits[real].softmax(-1)
             entropy.append(-(p * p.log()).sum(-1).mean())
             for found, losses in zip((aux, z), balance_losses(logits, chosen), strict=True):
                 found.append(targets @ losses / targets.sum())
-        means = {"moe_router_entropy": entropy, "moe_aux_loss": aux, "moe_z_loss": z}
+        means = {"moe_dropped": dropped, "moe_router_entropy": entropy, "moe_aux_loss": aux, "moe_z_loss": z}
         return {"moe_load": load} | {name: float(sum(values) / len(layers)) for name, values in means.items()}
 
 

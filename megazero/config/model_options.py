@@ -155,6 +155,12 @@ class ModelConfig:
     moe_z_loss_coeff: Annotated[float, Bounds(0, 1e6, LARGE)] = 0.0
     """Factor of the loss that keeps router logits small: per layer, the mean over tokens of the squared log of the sum
     of exp(logit). 0.001 is usual."""
+    moe_expert_capacity_factor: Annotated[float, Bounds(0, 1e6, LARGE)] = 0.0
+    """Bound rows, bytes and traffic of training with uneven loads. An expert takes at most this many times its even
+    share of the choices of one sample, rounded up: those with the largest weights, the earlier ones of equal weights.
+    It drops the others: their results are left out, and weights of the rest do not change. The sample is the unit with
+    --reset-attention-mask too, so no layout or batch changes the model. Evaluation, generation and exported models drop
+    nothing. 1 to 2 is usual; 0: no limit."""
 
     @property
     def traits(self) -> ArchitectureTraits:
@@ -168,6 +174,12 @@ class ModelConfig:
     def expert_size(self) -> int:
         """Width inside an expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def expert_capacity(self) -> int:
+        """Choices of a sample that an expert takes in training; at most one of each token."""
+        even = self.moe_router_topk * self.seq_length / self.num_experts
+        return min(self.seq_length, math.ceil(even * self.moe_expert_capacity_factor) or self.seq_length)
 
     def has_experts(self, number: int) -> bool:
         """Return whether the MLP of a layer is a mixture of experts."""

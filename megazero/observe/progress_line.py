@@ -63,7 +63,8 @@ def line(record: Record, last: int, seq_length: int, in_use: tuple[int, int] | N
         parts.append(size(used) + (f" of {size(whole)}" if whole else ""))
     parts += [f"{count(record['consumed_samples'] * seq_length)} tokens", left]
     if "moe_load" in record:
-        parts.append(f"expert load {max(record['moe_load'].values()):.2f}")
+        dropped = f", {record['moe_dropped']:.1%} dropped" if record.get("moe_dropped") else ""
+        parts.append(f"expert load {max(record['moe_load'].values()):.2f}{dropped}")
     if record["loss_scale"] != 1:
         parts.append(f"scale {record['loss_scale']:g}")
     if record["skipped"]:

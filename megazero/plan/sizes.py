@@ -47,7 +47,7 @@ from megazero.plan.program.operations import (
 from megazero.plan.program.rank_spec import RankSpec
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
-ROUTER_SUMS = 3  # of a layer's router, besides its experts' loads: of the entropy and of two balance losses
+ROUTER_SUMS = 4  # of a router, besides its experts' loads: entropy, dropped choices, two balance losses
 Sent = tuple[tuple[str, int], ...]  # (kind of traffic, bytes)
 PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # collective -> passes of its buffer around a ring
 

@@ -5,7 +5,7 @@ Shapes: L layers with experts of the model, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,12 +24,14 @@ class ExpertLoads(NamedTuple):
     Attributes:
         choices: of each expert, by layer with experts; samples without targets do not count.
         entropy: of the routers' probabilities in nats, the mean over tokens and layers.
+        dropped: the share of choices that experts had no room for.
         aux_loss, z_loss: without their factors, means over samples, weighted by targets, and over layers; 0 if their
             factor is 0.
     """
 
     choices: tuple[tuple[int, ...], ...]
     entropy: float
+    dropped: float
     aux_loss: float
     z_loss: float
 
@@ -48,6 +50,7 @@ class ExpertLoads(NamedTuple):
         return {
             "moe_load": dict(zip(layers, self.imbalance, strict=True)),
             "moe_router_entropy": self.entropy,
+            "moe_dropped": self.dropped,
             **({"moe_aux_loss": self.aux_loss} if model.moe_aux_loss_coeff else {}),
             **({"moe_z_loss": self.z_loss} if model.moe_z_loss_coeff else {}),
             **({"moe_choices": dict(zip(layers, self.choices, strict=True))} if choices else {}),
@@ -91,6 +94,11 @@ class Routers:
             ahead = (loads * self.model.num_experts - loads.sum(1, keepdim=True)).sign()  # of exact integers
             self.biases.sub_(ahead, alpha=self.model.moe_router_bias_update_rate)
 
+    def by_layer(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (number of a layer, its biases [E]); nothing without biases."""
+        if self.biases is not None:
+            yield from zip(self.model.expert_layers, self.biases, strict=True)
+
     def state_dict(self, mesh: Mesh) -> dict[str, list[float]]:
         """Return the biases by number of their layer."""
         if self.biases is None:
@@ -125,7 +133,7 @@ class Routers:
         width = experts + ROUTER_SUMS
         rows = [values[at : at + width] for at in range(0, len(values), width)]
         choices = tuple(tuple(map(int, row[:experts])) for row in rows)
-        tokens = sum(map(sum, choices)) / self.model.moe_router_topk
-        entropy, aux, z = (sum(column) for column in zip(*(row[experts:] for row in rows), strict=True))
-        parts = max(1.0, targets) * layers
-        return ExpertLoads(choices, entropy / max(1.0, tokens), aux / parts, z / parts)
+        count, parts = max(1, sum(map(sum, choices))), max(1.0, targets) * layers
+        entropy, dropped, aux, z = (sum(column) for column in zip(*(row[experts:] for row in rows), strict=True))
+        entropy *= self.model.moe_router_topk
+        return ExpertLoads(choices, entropy / count, dropped / count, aux / parts, z / parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ SIZES += ["--global-batch-size", SAMPLES, "--train-iters", 3, "--eval-interval",
 SIZES += ["--num-experts", EXPERTS, "--moe-router-topk", TOP, "--moe-layer-freq", "EDE", "--init-method-std", 0.3]
 
 
-@pytest.mark.parametrize(("factor", "absent"), [("aux", "z"), ("z", "aux")])
-def test_the_fields_are_those_of_the_global_batch(factor: str, absent: str, tmp_path: Path) -> None:
-    done = pretrain(*SIZES, f"--moe-{factor}-loss-coeff", 0.01, "--log-dir", tmp_path, ranks=2)
+@pytest.mark.parametrize(("factor", "absent", "capacity"), [("aux", "z", 0), ("z", "aux", 0.9)])
+def test_the_fields_are_those_of_the_global_batch(factor: str, absent: str, capacity: float, tmp_path: Path) -> None:
+    given = f"--moe-{factor}-loss-coeff", 0.01, "--moe-expert-capacity-factor", capacity
+    done = pretrain(*SIZES, *given, "--log-dir", tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     records = metrics(tmp_path)
     assert ["moe_choices" in record for record in records] == [False, True, True]  # an evaluation, and the last
@@ -31,13 +33,17 @@ def test_the_fields_are_those_of_the_global_batch(factor: str, absent: str, tmp_
         for layer, counts in choices.items():
             assert len(counts) == EXPERTS and sum(counts) == SAMPLES * LENGTH * TOP  # of both ranks
             assert loads[layer] == pytest.approx(max(counts) * EXPERTS / sum(counts), rel=1e-12)
-        assert f"| expert load {max(loads.values()):.2f}" in done.stdout
+        dropped = record["moe_dropped"]
+        assert 0 < 1 - capacity < dropped < 1 if capacity else dropped == 0
+        shown = f", {dropped:.1%} dropped" if capacity else ""
+        assert re.search(rf"expert load {max(loads.values()):.2f}{shown}( |$)", done.stdout, re.MULTILINE)
     assert f"experts   {EXPERTS} in each of 2 layers, {TOP} active per token: " in done.stdout
     start = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[0])
     unused = 2 * (EXPERTS - TOP) * 3 * 32 * 48
     assert start["parameters"] - start["active_parameters"] == unused
     page = (tmp_path / "report.html").read_text()
     assert "Loads of all experts in iteration 3" in page and "parameters active per token" in page
+    assert ("Choices that experts drop" in page) == (capacity > 0)
 
 
 def test_a_dense_run_shows_no_experts(tmp_path: Path) -> None:

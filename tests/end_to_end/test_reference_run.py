@@ -43,6 +43,7 @@ EXPERTS: Flags = {
     **{"num-experts": 4, "moe-router-topk": 2, "moe-router-pre-softmax": False, "moe-ffn-hidden-size": 12},
     **{"moe-layer-freq": "DE", "moe-shared-expert-intermediate-size": 20, "moe-shared-expert-gate": True},
     **{"moe-aux-loss-coeff": 0.3, "moe-z-loss-coeff": 0.2, "precision": "fp64"},
+    "moe-expert-capacity-factor": 0.8,
 }
 
 
@@ -94,6 +95,9 @@ def compare(found: list[dict[str, Any]], wanted: list[dict[str, Any]], worlds: l
         assert ours.get("moe_load", {}).keys() == theirs.get("moe_load", {}).keys(), where
         for layer, load in theirs.get("moe_load", {}).items():
             assert math.isclose(ours["moe_load"][layer], load, rel_tol=1e-12), (where, layer)
+        assert math.isclose(ours.get("moe_dropped", 0), theirs.get("moe_dropped", 0), rel_tol=1e-6), (
+            where
+        )  # theirs: fp32
         balance = ("moe_router_entropy", "moe_aux_loss", "moe_z_loss")
         numbers = (("loss", case.loss), ("grad_norm", case.norm), ("validation_loss", case.loss))
         for key, rtol in (*numbers, *((key, case.loss) for key in balance)):
@@ -204,7 +208,8 @@ CASES = {
         *FP64,
     ),
     "experts, unequal": Case(
-        {**EXPERTS, "global-batch-size": 7, "moe-router-pre-softmax": True, "moe-layer-freq": "EED"},
+        {**EXPERTS, "global-batch-size": 7, "moe-router-pre-softmax": True, "moe-layer-freq": "EED"}
+        | {"moe-expert-capacity-factor": 1.2},
         (
             Part(5, 3, "--zero-stage 3 --recompute full"),
             Part(9, 4, "--context-parallel-size 2 --expert-model-parallel-size 4 --zero-stage 1"),

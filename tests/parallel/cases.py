@@ -76,6 +76,7 @@ NAMED = {
     "moe_shared_expert_gate",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
+    "moe_expert_capacity_factor",
 }
 
 

@@ -109,6 +109,7 @@ WITH_EXPERTS: Factors = {
     **{name: FACTORS[name] for name in ("dropout", "frozen", "seq_length", "reset", "short")},
     "architecture": ("llama, 2 groups", "qwen3", "gemma2"),
     "targets": ("most", "last", "uneven"),
+    "capacity": (0.0, 1.0, 0.5),
 }
 # The paths of a GPU, on the pretended one (tests/helpers/pretended_gpu): a matrix whose twin on a CPU is `FACTORS`.
 ON_GPU: Factors = {
@@ -262,6 +263,7 @@ def case_of(choice: Choice) -> Case:
             **_options(choice["architecture"])
             | SCORES[choice["scores"]]
             | EXPERTS.get(choice.get("experts", ""), {})
+            | {"moe_expert_capacity_factor": choice.get("capacity", 0.0)}
             | dropout
             | {"untie_embeddings": choice["untied"]},
         ),

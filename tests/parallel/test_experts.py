@@ -26,6 +26,8 @@ SHARED = replace(
 GATED = replace(RENORMALISED, moe_shared_expert_intermediate_size=24, moe_shared_expert_gate=True, moe_layer_freq="2")
 MANY = replace(LLAMA, num_experts=97, moe_ffn_hidden_size=6, **BALANCED)  # more than the choices of a step
 SIX = replace(SHARED, num_experts=6, moe_layer_freq="1")
+DROPPING = replace(RENORMALISED, moe_expert_capacity_factor=0.6)
+EVEN = replace(DROPPING, seq_length=12)  # ranks have halves of a sample
 UNBALANCED = replace(RENORMALISED, moe_aux_loss_coeff=0.0)
 
 
@@ -42,6 +44,11 @@ def check(case: Case, ranks) -> None:
 CASES = {
     "one rank": Case(model=RENORMALISED, micro_batches=1),
     "three micro-batches": Case(model=SHARED, micro_batches=3),
+    "drops": Case(model=DROPPING, micro_batches=3, recompute="full", targets="uneven"),
+    "drops, cp": Case(model=DROPPING, cp=2, micro_batches=3, recompute="full", reset="documents", targets="uneven"),
+    "drops, tokens over tp": Case(model=EVEN, tp=2, sp=True, etp=1, micro_batches=3, batch=9, zero=2),
+    "drops, all": Case(model=EVEN, cp=2, tp=2, sp=True, ep=4, etp=1, recompute="full", micro_batches=3, batch=9),
+    "drops, all experts": Case(model=replace(DROPPING, moe_router_topk=4), tp=2, dp=2, sp=True, ep=2, micro_batches=3),
     "no auxiliary loss": Case(model=UNBALANCED, recompute="full", reset="documents", targets="uneven"),
     "tp": Case(model=GATED, tp=2, sp=True, recompute="full", micro_batches=3),
     "cp": Case(model=GATED, cp=2, recompute="selective", reset="documents", targets="uneven"),

@@ -78,11 +78,15 @@ EXPERTS = replace(
     moe_shared_expert_intermediate_size=16,
 )
 
+HALF = replace(EXPERTS, moe_expert_capacity_factor=0.5)
+
 
 @pytest.mark.parametrize(
     ("case", "waits"),
     [
         (Case(model=EXPERTS, precision="bf16", recompute="full"), 0),  # the grouped kernel reads sizes on the GPU
+        (Case(model=HALF, precision="bf16", recompute="full"), 1),  # the number of rows
+        (Case(model=HALF, precision="bf16", dp=2, ep=2), 1),
         (Case(model=EXPERTS, precision="bf16", dp=2, ep=2, zero=3), 1),  # an exchange needs them on the host
         pytest.param(
             Case(model=EXPERTS, precision="bf16", tp=2, sp=True, ep=2, etp=1, recompute="full"),

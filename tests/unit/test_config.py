@@ -47,7 +47,8 @@ COMING: set[str] = set()
 # 116 and on: the parts of published families: factors, windows, layers that alternate, rotary scalings, soft caps.
 # 142: --num-experts, eight --moe-* and two sizes of layouts: mixture of experts.
 # 148: --moe-router-score-function and others, DeepSeek-V3's router.
-NUM_OPTIONS = 149
+# 150: --moe-expert-capacity-factor, as in Megatron-LM, but by sample.
+NUM_OPTIONS = 150
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -586,6 +587,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
             ({"moe_shared_expert_gate": True}, "--moe-shared-expert-gate"),
             ({"moe_aux_loss_coeff": 0.01}, "--moe-aux-loss-coeff 0.01"),
             ({"moe_z_loss_coeff": 0.001}, "--moe-z-loss-coeff 0.001"),
+            ({"moe_expert_capacity_factor": 1.25}, "--moe-expert-capacity-factor 1.25"),
         ]
     ),
     ({**EXPERTS, "moe_router_topk": 5}, 1, 9, "--moe-router-topk 5 is more than --num-experts 4; use at most 4"),

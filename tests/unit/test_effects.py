@@ -43,6 +43,7 @@ FLIPPED = {
     "num-experts": ("--num-experts 4", "--architecture llama"),
     "moe-router-topk": ("--moe-router-topk 3", EXPERTS),
     "moe-ffn-hidden-size": ("--moe-ffn-hidden-size 100", EXPERTS),
+    "moe-expert-capacity-factor": ("--moe-expert-capacity-factor 0.5", EXPERTS),
     "expert-model-parallel-size": ("--expert-model-parallel-size 2", EXPERTS),
     "expert-tensor-parallel-size": ("--expert-tensor-parallel-size 1", f"{EXPERTS} {TP} --sequence-parallel"),
     "moe-layer-freq": ("--moe-layer-freq DE", EXPERTS),

@@ -164,27 +164,36 @@ class Owner:
         write(self.gradient, False)
 
 
+def router_of(model: ModelConfig) -> Router:
+    mesh = pretend_mesh(Layout(), 0, torch.device("cpu"), needs_staging_buffer=False)
+    context = Context(ResidualStream(mesh.tp, sharded=False), MemoryTracker(), "fp64", mesh.device)
+    router = Router(model, 0, context)
+    router.weight.data = numbers(E, H)
+    if router.bias is not None:
+        router.bias.copy_(numbers(E, seed=9) * 0.4)
+    return router
+
+
+def two_samples(balance: Balance | None) -> MicroBatchInfo:
+    return MicroBatchInfo(T // 2, (0, 1), True, (), (), balance=balance)
+
+
 @EVERY
 def test_balance_losses_join_the_gradient(options: dict[str, Any]) -> None:
     """Against autograd of the objective in `router`'s docstring, over two samples, one with few targets."""
     model = model_of(options | {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2})
-    mesh = pretend_mesh(Layout(), 0, torch.device("cpu"), needs_staging_buffer=False)
-    context = Context(ResidualStream(mesh.tp, sharded=False), MemoryTracker(), "fp64", mesh.device)
-    router, owner = Router(model, 0, context), Owner()
-    router.weight.data, router.weight.owner = numbers(E, H), owner
-    if router.bias is not None:
-        router.bias.copy_(numbers(E, seed=9) * 0.4)
+    router = router_of(model)
+    owner = router.weight.owner = Owner()
     x, dweights = numbers(T, H, seed=7).requires_grad_(), numbers(T, K, seed=5)
     targets, seed, length = torch.tensor([20.0, 7.0], dtype=torch.float64), torch.tensor(1 / 27).double(), T // 2
-    samples = MicroBatchInfo.of(torch.zeros(2, length, dtype=torch.int64), (0, 1), context.stream, training=True)
-    tokens = samples._replace(balance=Balance(targets, seed))
+    tokens = two_samples(Balance(targets, seed))
     routed = router(x.detach(), tokens, True)
     dx = router.backward(dweights, x.detach(), routed, tokens)
 
     weight = router.weight.data.clone().requires_grad_()
     logits, ids = x @ weight.T, routed.choices.ids.long()
     objective = (weights_of(model, logits, ids) * dweights).sum()
-    sums = [0.0, 0.0, 0.0]
+    sums = [0.0, 0.0, 0.0, 0.0]
     for n, rows in zip(targets, logits.view(2, length, E), strict=True):
         raw = rows.sigmoid() if model.moe_router_score_function == "sigmoid" else rows.softmax(-1)
         shares = raw / raw.sum(-1, keepdim=True)
@@ -196,11 +205,39 @@ def test_balance_losses_join_the_gradient(options: dict[str, Any]) -> None:
         objective = objective + n * seed * (0.3 * aux + 0.2 * z)
         sums = [
             sums[0] - float((shares * shares.log()).sum().detach()),
-            sums[1] + float((n * aux).detach()),
-            sums[2] + float((n * z).detach()),
+            0.0,  # none is dropped
+            sums[2] + float((n * aux).detach()),
+            sums[3] + float((n * z).detach()),
         ]
     wanted_x, wanted_weight = torch.autograd.grad(objective, (x, weight))
     assert (dx - wanted_x).abs().max() < TOLERANCE
     assert owner.gradient is not None and (owner.gradient - wanted_weight).abs().max() < TOLERANCE
     assert router.statistics[:E].tolist() == torch.bincount(ids.flatten(), minlength=E).tolist()
     assert router.statistics[E:].tolist() == pytest.approx(sums, rel=TOLERANCE)
+
+
+@EVERY
+def test_an_expert_takes_the_largest_weights_of_a_sample(options: dict[str, Any]) -> None:
+    """Weights are those of results, without biases; loads count all choices; an evaluation drops none."""
+    limited = {"moe_expert_capacity_factor": 0.6, "seq_length": T // 2}
+    router, x = router_of(model_of(options | limited)), numbers(T, H, seed=7)
+    room = math.ceil(0.6 * K * (T // 2) / E)
+    targets = torch.tensor([20.0, 0.0], dtype=torch.float64)
+    free = router(x, two_samples(None), True)
+    found = router(x, two_samples(Balance(targets, torch.tensor(1.0).double())), True)
+    ids, weights = found.choices.ids % E, found.weights
+    assert torch.equal(ids, free.choices.ids) and torch.equal(weights, free.weights)
+    kept = found.choices.ids < E
+    for sample in (slice(0, T // 2), slice(T // 2, T)):
+        for e in range(E):
+            mine = [
+                (w, k)
+                for row in zip(ids[sample], weights[sample], kept[sample], strict=True)
+                for i, w, k in zip(*(part.tolist() for part in row), strict=True)
+                if i == e
+            ]
+            assert [k for _, k in sorted(mine, reverse=True)] == [place < room for place in range(len(mine))]
+    first = slice(0, T // 2)  # the other sample has no targets
+    assert router.statistics[:E].tolist() == torch.bincount(ids[first].flatten(), minlength=E).tolist()
+    assert router.statistics[E + 1] == (~kept[first]).sum() > 0
+    assert found.choices.dispatch.sends == [int(kept.sum())] and free.choices.dispatch.sends == [T * K]

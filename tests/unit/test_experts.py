@@ -58,6 +58,10 @@ MODELS = {
         moe_shared_expert_intermediate_size=8,
         moe_shared_expert_gate=True,
     ),
+    "dropping": replace(MODEL, moe_expert_capacity_factor=1.0),
+    "dropping, one of four, shared": replace(
+        MODEL, moe_router_topk=3, moe_expert_capacity_factor=0.3, moe_shared_expert_intermediate_size=7
+    ),
     "norms around, geglu": replace(MODEL, architecture="gemma2", residual_multiplier=0.3),
     "layernorm, more experts than choices": replace(MODEL, architecture="stablelm", num_experts=40),
 }
@@ -80,11 +84,19 @@ def activated(model: ModelConfig, inner: torch.Tensor) -> torch.Tensor:
 def plain_experts(model: ModelConfig, y: torch.Tensor, w: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """y [T, h] -> the result [T, h], and the balance losses times their factors, summed over samples by targets."""
     logits, results, chosen = y @ w["mlp.router.weight"].T, [], []
-    for token, row in zip(y, logits, strict=True):
-        experts = sorted(range(model.num_experts), key=lambda e: -row[e].item())[: model.moe_router_topk]
-        total = torch.zeros_like(token)
+    for row in logits:
+        chosen.append(sorted(range(model.num_experts), key=lambda e: -row[e].item())[: model.moe_router_topk])
+    weights = [
+        row.exp() / (row if model.moe_router_pre_softmax else row[experts]).exp().sum()
+        for row, experts in zip(logits, chosen, strict=True)
+    ]
+    capacity = math.ceil(S * model.moe_router_topk / model.num_experts * model.moe_expert_capacity_factor) or S
+    for number, (token, experts) in enumerate(zip(y, chosen, strict=True)):
+        sample, total = range(number // S * S, number // S * S + S), torch.zeros_like(token)
         for e in experts:
-            weight = row[e].exp() / (row if model.moe_router_pre_softmax else row[experts]).exp().sum()
+            weight = weights[number][e]
+            if sum(e in chosen[other] and weights[other][e] > weight for other in sample) >= capacity:
+                continue  # it has no room for the token
             inner = activated(model, w["mlp.experts.up.weight"][e].reshape(-1, H) @ token)
             total = total + weight * (w["mlp.experts.down.weight"][e] @ inner)
         if model.moe_shared_expert_intermediate_size:
@@ -92,7 +104,6 @@ def plain_experts(model: ModelConfig, y: torch.Tensor, w: dict[str, torch.Tensor
             gate = (w["mlp.shared_gate.weight"][0] @ token).sigmoid() if model.moe_shared_expert_gate else 1.0
             total = total + gate * (w["mlp.shared.down.weight"] @ inner)
         results.append(total)
-        chosen.append(experts)
     loss = torch.zeros((), dtype=y.dtype)
     for sample, targets in enumerate(TARGETS.tolist()):
         rows = logits[sample * S : (sample + 1) * S]
@@ -179,10 +190,10 @@ def test_only_samples_with_targets_are_counted() -> None:
     router, x = routed(MODEL, context_of())
     routed_ = router(x, micro_batch(Balance(TARGETS, torch.tensor(1.0, dtype=torch.float64))), True)
     real = torch.arange(B * S) // S != 1
-    *loads, entropy, aux, z = router.statistics.tolist()
+    *loads, entropy, dropped, aux, z = router.statistics.tolist()
     assert loads == routed_.choices.ids[real].flatten().bincount(minlength=4).tolist()
     exact = torch.distributions.Categorical(logits=routed_.logits[real]).entropy().sum().item()
-    assert entropy == pytest.approx(exact, rel=1e-12)
+    assert entropy == pytest.approx(exact, rel=1e-12) and dropped == 0
     factors = (
         replace(MODEL, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.0),
         replace(MODEL, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=1.0),
@@ -195,7 +206,7 @@ def test_only_samples_with_targets_are_counted() -> None:
     for found, model in zip((aux, z), factors, strict=True):
         assert found == pytest.approx(plain_experts(model, x, weights)[1].item(), rel=1e-12)
     router(x, micro_batch(None), True)  # an evaluation
-    assert router.statistics.tolist() == [*loads, entropy, aux, z]
+    assert router.statistics.tolist() == [*loads, entropy, dropped, aux, z]
 
 
 def test_equal_probabilities_are_balanced() -> None:
@@ -203,9 +214,18 @@ def test_equal_probabilities_are_balanced() -> None:
     router, x = routed(replace(MODEL, num_experts=5, moe_router_topk=3), context_of())
     router.weight.data.zero_()
     router(x, micro_batch(Balance(TARGETS, torch.tensor(1.0, dtype=torch.float64))), True)
-    entropy, aux, z = router.statistics[5:].tolist()
+    entropy, _, aux, z = router.statistics[5:].tolist()
     assert entropy == pytest.approx(2 * S * math.log(5), rel=1e-14)
     assert aux == pytest.approx(7, rel=1e-14) and z == pytest.approx(7 * math.log(5) ** 2, rel=1e-14)
+
+
+def test_equal_weights_are_taken_in_order() -> None:
+    """Weights that differ by rounding are equal."""
+    router, x = routed(replace(MODEL, moe_expert_capacity_factor=0.5), context_of())
+    x = x[0] * (1 + 1e-14 * torch.arange(B * S, dtype=x.dtype)[:, None])
+    tokens = micro_batch(Balance(TARGETS, torch.tensor(1.0, dtype=torch.float64)))
+    kept = (router(x, tokens, True).choices.ids < 4).view(B, S, 2)
+    assert kept[:, 0].all() and not kept[:, 1:].any()
 
 
 SIZES = [(3, 0, 5, 1), (0, 0, 0, 9), (0, 4, 0, 0), (2, 2, 2, 2)]

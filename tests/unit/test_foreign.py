@@ -192,7 +192,14 @@ REFUSED = [
     ("--loss-scale 8192", "--loss-scale 8192: only 0 is possible here; see --min-loss-scale"),
     ("--fp8-format hybrid", "--precision is bf16, fp16, fp32 or fp64"),
     ("--yarn-mscale 1.0", "--rope-scaling-type yarn with --rope-scaling-factor"),
-    ("--num-experts 8 --moe-expert-capacity-factor 1.25", "no token is dropped, and no expert has a capacity; drop it"),
+    (
+        "--num-experts 8 --moe-eval-capacity-factor 1.25",
+        "--moe-expert-capacity-factor F bounds the choices of a sample",
+    ),
+    (
+        "--num-experts 8 --moe-token-drop-policy position",
+        "--moe-token-drop-policy position: only probs is possible here",
+    ),
     (
         "--num-experts 8 --moe-input-jitter-eps 1e-2",
         "--moe-input-jitter-eps 1e-2: only 0 is possible here",
@@ -201,7 +208,7 @@ REFUSED = [
         "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
         "there are seq_aux_loss, with --moe-aux-loss-coeff, and none",
     ),
-    ("--architecture olmoe --moe-expert-capacity-factor 1.25", "no token is dropped"),
+    ("--architecture olmoe --moe-min-capacity 4", "--moe-expert-capacity-factor F bounds the choices of a sample"),
     ("--optimizer sgd", "--optimizer sgd: only adam or adamw is possible here"),
     ("--tokenizer-type BertWordPieceLowerCase", "bertwordpiecelowercase: --tokenizer takes"),
     ("--tokenizer-type SentencePieceTokenizer", "needs its file: --tokenizer sentencepiece:PATH"),

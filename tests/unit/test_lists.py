@@ -245,6 +245,7 @@ def test_options_that_make_another_model() -> None:
             "moe_shared_expert_gate": True,
             "moe_aux_loss_coeff": 0.1,
             "moe_z_loss_coeff": 0.1,
+            "moe_expert_capacity_factor": 1.5,
         }
         assert changes.keys() == {field.name for field in fields(ModelConfig)}
         refused = set()

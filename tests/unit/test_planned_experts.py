@@ -15,7 +15,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.sizes import LayerSizes
 from megazero.price.bytes.capacity import estimated, least
-from megazero.price.plan import make_plan, plan_config
+from megazero.price.plan import as_json, make_plan, plan_config
 from megazero.price.search.search import ClosedTerms, Sizes, candidates
 from megazero.price.search.search_report import command, run_search
 from megazero.price.time.devices import load_device
@@ -63,6 +63,40 @@ def test_the_busiest_rank_computes_and_keeps_more_rows(ep: int, given: float, fa
     assert sent - sum(each["ep"] for each in (even.forward, even.backward)) == away * back
 
 
+def test_plan_json_has_the_axes_of_experts() -> None:
+    flags = "--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 4 --world-size 16"
+    plan = make_plan(*plan_config(parse(f"{MODEL} {CLUSTER} {flags} --expert-tensor-parallel-size 2".split())))
+    wanted = {"pp": 1, "dp": 4, "cp": 1, "tp": 4, "ep": 4, "etp": 2, "shard": 4, "chunks": 1}
+    assert as_json(plan)["layout"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("ep", "given", "factor", "sent", "received"),
+    [
+        (1, 1, 0.5, 0.5, 0.5),
+        (4, 1, 0.5, 0.5, 0.5),
+        (4, 3, 1.25, 1, 1.25),
+        (4, 1.125, 1.25, 1, 1.125),
+        (2, 2, 0.25, 0.25, 0.25),
+    ],
+)
+def test_a_capacity_bounds_what_the_busiest_rank_has(
+    ep: int, given: float, factor: float, sent: float, received: float
+) -> None:
+    """Experts have room for `factor` times their even share. Weights of choices are exchanged."""
+    flags = f"--expert-model-parallel-size {ep} --context-parallel-size 2 --seq-length 128 --kv-channels 16"
+    even, events = traced(flags)
+    less, bounded = traced(f"{flags} --moe-plan-imbalance {given} --moe-expert-capacity-factor {factor}")
+    assert list(grouped(bounded)) == [flops * received for flops in grouped(events)]
+    h, away = 48, (ep - 1) / ep * ROWS
+    there, back = 2 * h + 4, 2 * h  # a row and its weight; a result
+    table = (even.forward["ep"] - away * (there + back)) if ep > 1 else 0
+    assert less.forward["ep"] == table + away * (there * sent + back * received)
+    assert (
+        less.forward["cp"] - even.forward["cp"] == 2 * (128 * 2) * 4
+    )  # weights and numbers of all choices of a sample
+
+
 H100 = load_device("h100-80gb")
 BOUNDED = f"{MODEL} --num-layers 6 --plan-search --world-size 8 --device-type h100-80gb"
 # experts with a shared one, in some layers only; few experts; wide ones, which hold nearly all weights
@@ -70,6 +104,7 @@ VARIED = (
     "--moe-layer-freq DE --moe-shared-expert-intermediate-size 16",
     "--num-experts 4",
     "--moe-ffn-hidden-size 512",
+    "--moe-expert-capacity-factor 0.3",
 )
 
 

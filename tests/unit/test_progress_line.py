@@ -35,6 +35,8 @@ def test_line() -> None:
     assert line(record(7, moe_load={"0": 1.5, "2": 2.25}), 10, 1, None, "0:09 left").endswith(
         "| 0:09 left | expert load 2.25"
     )
+    dropping = record(7, moe_load={"0": 1.5}, moe_dropped=0.0123)
+    assert line(dropping, 10, 1, None, "").endswith(" | expert load 1.50, 1.2% dropped")
 
 
 def test_units() -> None:

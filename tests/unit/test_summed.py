@@ -57,6 +57,7 @@ def test_every_weight_is_declared_as_it_is_used(architecture: str, layout: str, 
 
 EXPERTS = (
     "--num-experts 4 --moe-layer-freq DE --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 --sequence-parallel "
+    "--moe-expert-capacity-factor 1.25 "
     "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --tensor-model-parallel-size 2"
 )
 

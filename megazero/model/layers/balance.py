@@ -18,7 +18,7 @@ class Choices(NamedTuple):
     """The experts that tokens pass.
 
     Attributes:
-        ids: [T, k] int16.
+        ids: [T, k] int16; E more than the expert's number if it has no room for the choice, which is dropped.
         counts: choices of each expert in each whole sample, [b, E]; None: there is no loss that needs them.
         dispatch: the way of their rows to the experts.
     """

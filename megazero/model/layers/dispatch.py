@@ -4,8 +4,8 @@ A token has a row for each of its k experts. A rank sorts its rows by expert, so
 neighbours, and sends them by an all-to-all. The receiver sorts them again, because every rank has sent some for each of
 its experts.
 
-Shapes: T tokens, k experts of a token, R = T k rows of this rank, R' rows that its experts receive, E experts, p ranks
-of ep; c any width.
+Shapes: T tokens, k experts of a token, R rows of this rank: T k less dropped choices, R' rows that its experts receive,
+E experts, p ranks of ep; c any width.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ class SortedRows(NamedTuple):
 
     Attributes:
         order: row -> its place among the choices [T, k] of all tokens.
-        top: k
+        shape: T, k
     """
 
     order: torch.Tensor
-    top: int
+    shape: torch.Size
 
     @classmethod
-    def of(cls, ids: torch.Tensor) -> SortedRows:
-        """ids [T, k]: the tokens' experts"""
-        return cls(ids.flatten().argsort(stable=True), ids.shape[1])
+    def of(cls, ids: torch.Tensor, dispatch: Dispatch) -> SortedRows:
+        """ids [T, k]: see `Choices`"""
+        return cls(ids.flatten().argsort(stable=True)[: sum(dispatch.sends)], ids.shape)  # dropped choices are last
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, c] -> [R, c]"""
-        return x.index_select(0, self.order // self.top)
+        return x.index_select(0, self.order // self.shape[1])
 
     def choices(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, k] -> [R]"""
@@ -45,11 +45,17 @@ class SortedRows(NamedTuple):
 
     def unsorted(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [R] -> [T, k]"""
-        return torch.empty_like(rows).index_copy_(0, self.order, rows).view(-1, self.top)
+        return self._placed(rows).view(self.shape)
 
     def sum_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [R, c] -> [T, c], summed over a token's experts in the order of its choices"""
-        return torch.empty_like(rows).index_copy_(0, self.order, rows).view(-1, self.top, rows.shape[1]).sum(1)
+        return self._placed(rows).view(*self.shape, rows.shape[1]).sum(1)
+
+    def _placed(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [R, ..] -> [T k, ..]; 0 of dropped choices"""
+        whole = self.shape.numel()
+        new = rows.new_empty if len(rows) == whole else rows.new_zeros
+        return new(whole, *rows.shape[1:]).index_copy_(0, self.order, rows)
 
 
 class Dispatch(NamedTuple):
@@ -68,25 +74,29 @@ class Dispatch(NamedTuple):
     table: torch.Tensor | None
 
     @classmethod
-    def of(cls, axis: Axis, ids: torch.Tensor, experts: int, on_host: bool) -> Dispatch:
+    def of(cls, axis: Axis, ids: torch.Tensor, experts: int, most: int, on_host: bool) -> Dispatch:
         """Agree on the numbers of rows.
 
         Args:
-            ids: the experts of tokens, [T, k] int64.
+            ids: the experts of tokens, [T, k] int64; see `Choices`.
             experts: of the layer.
+            most: rows that experts have room for, of T tokens of each rank. If it is less than T E, the host waits for
+                the number of rows.
             on_host: the products need the sizes of groups on the host. An exchange always does: the host waits once.
         """
-        flat = ids.flatten()
-        counts, pretends = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat)), axis.pretended
+        flat, pretends = ids.flatten(), axis.pretended
+        counts = flat.new_zeros(2 * experts).scatter_add_(0, flat, torch.ones_like(flat))[:experts]
+        total = min(len(flat), most)  # of a trace
         if not axis.peers:
-            sizes = _sizes(counts, len(flat), pretends) if on_host else None
-            return cls(axis, [len(flat)], [len(flat)], RowGroups.of(counts, sizes), None)
+            sizes = _sizes(counts, total, pretends) if on_host or most < len(ids) * experts else None
+            rows = len(flat) if sizes is None else sum(sizes)
+            return cls(axis, [rows], [rows], RowGroups.of(counts, sizes if on_host else None), None)
         table, each = torch.empty_like(counts).view(axis.size, -1), experts // axis.size
         axis.start_all_to_all(counts.view_as(table), table, *[[1] * axis.size] * 2).wait()
-        both = _sizes(torch.stack([counts, table.flatten()]), len(flat), pretends)
+        both = _sizes(torch.stack([counts, table.flatten()]), total, pretends)
         sent, received = both[:experts], both[experts:]
         if pretends:
-            received = _even(round(axis.imbalance * len(flat)), experts)
+            received = _even(min(round(axis.imbalance * len(flat)), most), experts)
             table.copy_(torch.tensor(received).view_as(table))
         sends, receives = ([sum(sizes[i : i + each]) for i in range(0, experts, each)] for sizes in (sent, received))
         sizes = tuple(sum(received[i::each]) for i in range(each)) if on_host else None

@@ -91,3 +91,13 @@ class ExpertScores:
         if self.model.moe_router_pre_softmax and not self._sigmoid:
             dlogits -= logits.softmax(-1) * total
         return dlogits
+
+
+def without_room(values: torch.Tensor, groups: torch.Tensor, num_groups: int, room: int) -> torch.Tensor:
+    """Return which values [N] are not among the `room` largest of their group [N]; of equal ones, the first are."""
+    order = values.argsort(descending=True, stable=True)
+    order = order[groups[order].argsort(stable=True)]
+    sizes = groups.new_zeros(num_groups).scatter_add_(0, groups, torch.ones_like(groups))
+    starts = sizes.cumsum(0) - sizes
+    places = torch.arange(len(order), device=order.device) - starts[groups[order]]
+    return torch.empty_like(order, dtype=torch.bool).index_copy_(0, order, places >= room)

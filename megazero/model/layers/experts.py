@@ -1,10 +1,10 @@
 """A mixture of experts in place of a block's MLP: x + sum over a token's experts of weight * expert(norm(x)).
 
-Tokens are sorted by expert, and the products of all experts are one grouped product. No token is dropped. A result's
-weight is applied before the expert's second product: that product is linear, and so the weight's gradient needs no
-result of an expert. Inner widths are sharded over tp, as an MLP's.
+Tokens are sorted by expert, and the products of all experts are one grouped product. A result's weight is applied
+before the expert's second product: that product is linear, and so the weight's gradient needs no result of an expert.
+Inner widths are sharded over tp, as an MLP's.
 
-Shapes: T tokens, T' those of the residual stream on this rank, h hidden, E experts, k experts of a token, R = T k rows,
+Shapes: T tokens, T' those of the residual stream on this rank, h hidden, E experts, k experts of a token, R rows,
 f width inside an expert; /tp = this rank's part.
 """
 
@@ -191,7 +191,7 @@ class _Branch(NamedTuple):
         whole = stream.start_unshard(y).wait()
         routed = layer.router(whole, self.tokens, has_graph)
         choices = routed.choices
-        by_expert, dispatch = SortedRows.of(choices.ids), choices.dispatch
+        by_expert, dispatch = SortedRows.of(choices.ids, choices.dispatch), choices.dispatch
         order = dispatch.order()
         arriving = dispatch.start(by_expert.rows(whole)), dispatch.start(by_expert.choices(routed.weights))
         total, kept_shared = None, Tensors()
@@ -234,7 +234,7 @@ class _Branch(NamedTuple):
         whole = unsharding.wait()
         choices = Choices(ids, counts[0] if counts else None, dispatch)
         routed = Routed(logits, choices, layer.router.mixed(logits, choices))
-        by_expert = SortedRows.of(ids)
+        by_expert = SortedRows.of(ids, dispatch)
         order, rows, weights = arrived or (None, by_expert.rows(whole), by_expert.choices(routed.weights))
         arriving = dispatch.start(by_expert.rows(uppers))
         total = None

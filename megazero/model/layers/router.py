@@ -12,6 +12,12 @@ mean over tokens of its share in the scores: its probability, or with sigmoid sc
 (arXiv:2412.19437, equations 17 to 20). There and here, f_i counts the experts with the largest scores, without bias and
 groups. A sample without targets, such as padding, counts nothing.
 
+Note [capacity]: with --moe-expert-capacity-factor, an expert takes the choices of a sample with the largest weights. It
+takes the same ones in every layout, because the ranks that share the sample exchange its weights. Equal tokens at the
+begin of a document have equal weights but for rounding, which depends on the layout; so weights are compared to half
+their digits, and the earlier token comes first. Balance losses, loads and biases count choices before any is dropped.
+A later token can displace an earlier one, which is not causal, so only training drops choices.
+
 Shapes: b micro-batch, s sequence, T tokens that this rank routes, E experts, k experts of a token, h hidden.
 """
 
@@ -23,13 +29,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from megazero.comm.mesh.collectives import MAX
 from megazero.config.schema import ModelConfig
 from megazero.kernels.eager import wide
 from megazero.kernels.grouped import is_fused
 from megazero.model.layers.balance import Balance, Choices
 from megazero.model.layers.context import Context, MicroBatchInfo
 from megazero.model.layers.dispatch import Dispatch
-from megazero.model.layers.expert_scores import ExpertScores
+from megazero.model.layers.expert_scores import ExpertScores, without_room
 from megazero.model.layers.weight import GradWriter
 from megazero.plan.sizes import ROUTER_SUMS
 
@@ -55,8 +62,8 @@ class Router(nn.Module):
     gradient of a chosen expert's weight in the sum is a summand of that rank, and the router's gradients are too.
 
     Attributes:
-        statistics: of this step, of the samples with targets, [E + 3] fp64: choices of each expert, the sum over tokens
-            of the entropy, and sums over samples of n times the balance losses without their factors.
+        statistics: of this step, of the samples with targets, [E + 4] fp64: choices of each expert, the sum over tokens
+            of the entropy, dropped choices, and sums over samples of n times the balance losses without their factors.
         bias: added to the scores for the choice, [E] fp64, see `Routers`; None: nothing is.
     """
 
@@ -87,12 +94,16 @@ class Router(nn.Module):
 
     def _choose(self, logits: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Choices:
         ids, balance, context = self.scores.choose(logits, self.bias), tokens.balance, self.context
-        dispatch = Dispatch.of(context.ep, ids, self.experts, self.on_host)
-        choices = Choices(ids.to(torch.int16), None, dispatch)
+        whole = self.model.seq_length
+        capacity = whole if balance is None else self.model.expert_capacity
+        limited = self._limited(ids, logits, capacity, tokens) if capacity < whole else ids
+        most = len(ids) * self.experts * capacity // whole
+        dispatch = Dispatch.of(context.ep, limited, self.experts, most, self.on_host)
+        choices = Choices(limited.to(torch.int16), None, dispatch)
         if balance is None:
             return choices
         samples = torch.zeros(len(balance.targets), len(ids), dtype=logits.dtype, device=ids.device)
-        samples.scatter_(0, self._samples(len(ids), tokens)[None], float(context.etp.is_first))
+        samples.scatter_(0, self._places(len(ids), tokens)[None] // tokens.length, float(context.etp.is_first))
         loads = samples @ torch.zeros_like(logits).scatter_(1, ids, 1.0)
         if self.model.moe_aux_loss_coeff:
             best = self.scores.best(logits) if self.scores.are_restricted else ids
@@ -103,13 +114,29 @@ class Router(nn.Module):
             balance.keep(self.number, choices, context.tracker)
         return choices
 
-    def _samples(self, count: int, tokens: MicroBatchInfo) -> torch.Tensor:
-        """Return the sample of each of this rank's `count` tokens, [T]."""
-        stream, etp = self.context.stream, self.context.etp.size
-        groups = stream.tp.size // etp if stream.sharded else 1  # of tensor-parallel ranks with tokens of their own
-        first = stream.tp.rank // etp * count if stream.sharded else 0
-        each = count * groups // len(tokens.samples)
-        return torch.arange(first, first + count, device=self.weight.data.device) // each
+    def _limited(self, ids: torch.Tensor, logits: torch.Tensor, capacity: int, tokens: MicroBatchInfo) -> torch.Tensor:
+        """ids [T, k] -> the same, and E more for choices to drop; see Note [capacity]."""
+        context, places, count = self.context, self._places(len(ids), tokens), len(tokens.samples)
+        whole = logits.new_zeros(2, count * tokens.length, self.top)
+        whole.index_copy_(1, places, torch.stack([self.scores.weights(logits, ids), ids.to(logits.dtype)]))
+        context.cp.all_reduce_(whole, MAX)
+        if context.shares_tokens:
+            context.tp.all_reduce_(whole, MAX)
+        weights, experts = whole.flatten(1)
+        sample = torch.arange(len(weights), device=ids.device) // (tokens.length * self.top)
+        rounded = weights.to(torch.float32 if weights.dtype == torch.float64 else torch.bfloat16)
+        late = without_room(rounded, sample * self.experts + experts.long(), count * self.experts, capacity)
+        return ids + self.experts * late.view(-1, self.top)[places]
+
+    def _places(self, count: int, tokens: MicroBatchInfo) -> torch.Tensor:
+        """Return the place of each of this rank's `count` tokens in the whole samples of the micro-batch, [T]."""
+        stream = self.context.stream
+        first = stream.tp.rank // self.context.etp.size * count if stream.sharded else 0
+        own = torch.arange(first, first + count, device=self.weight.data.device)
+        if tokens.dealt is None:
+            return own
+        each = tokens.dealt.indices.shape[1]
+        return own // each * tokens.length + tokens.dealt.indices.flatten()[own]
 
     def _record(
         self,
@@ -125,13 +152,15 @@ class Router(nn.Module):
         logs = self.scores.logs(logits)
         shares = logs.softmax(-1)
         entropy = samples @ (logs.logsumexp(-1) - (shares * logs).sum(-1))
+        dropped = samples @ (choices.ids >= self.experts).sum(-1).to(samples.dtype)
         aux = z = torch.zeros_like(entropy)
         if choices.counts is not None:
             aux = self._aux_factor(length) * (choices.counts * (samples @ shares)).sum(1)
         if self.model.moe_z_loss_coeff:
             z = samples @ logits.logsumexp(-1).square() / length
-        sums = torch.stack([entropy.double() @ counted.double(), *(x.double() @ balance.targets for x in (aux, z))])
-        self.statistics += torch.cat([counted.double() @ loads.double(), sums])
+        sums = [each.double() @ counted.double() for each in (entropy, dropped)]
+        sums += [each.double() @ balance.targets for each in (aux, z)]
+        self.statistics += torch.cat([counted.double() @ loads.double(), torch.stack(sums)])
 
     def _aux_factor(self, length: int) -> float:
         """Return the factor of sum over experts of choices x sum of shares, of a sample of `length` tokens."""
@@ -139,12 +168,16 @@ class Router(nn.Module):
 
     def mixed(self, logits: torch.Tensor, choices: Choices) -> torch.Tensor:
         """Return the weights of the chosen experts' results, [T, k]."""
-        return self.scores.weights(logits, choices.ids.long())
+        return self.scores.weights(logits, self._experts(choices))
+
+    def _experts(self, choices: Choices) -> torch.Tensor:
+        """Return the experts of all choices, dropped ones too, [T, k] int64."""
+        return choices.ids.long() % self.experts
 
     def backward(self, dweights: torch.Tensor, x: torch.Tensor, routed: Routed, tokens: MicroBatchInfo) -> torch.Tensor:
         """Hand over the gradient of the router. dweights [T, k]: summands of this rank. Return that of x [T, h]."""
         logits, choices, weights = routed
-        dlogits = self.scores.weights_grad(dweights, weights, logits, choices.ids.long())
+        dlogits = self.scores.weights_grad(dweights, weights, logits, self._experts(choices))
         if self.context.etp.is_first:  # ranks with the same tokens have the same balance losses
             self._add_balance_grad(dlogits, logits, choices, tokens)
         self.weight.accumulate_grad(GradWriter(self.context.products.weight_grad, (x.to(logits.dtype), dlogits)))
@@ -157,7 +190,7 @@ class Router(nn.Module):
         balance, model = tokens.balance, self.model
         if balance is None or not (model.moe_aux_loss_coeff or model.moe_z_loss_coeff):
             return
-        sample = self._samples(len(logits), tokens)
+        sample = self._places(len(logits), tokens) // tokens.length
         scale = (balance.targets * balance.seed).to(logits.dtype)[sample, None]  # of the mean losses of a sample
         if choices.counts is not None:
             slope = choices.counts[sample] * (model.moe_aux_loss_coeff * self._aux_factor(tokens.length))

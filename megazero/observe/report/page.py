@@ -154,7 +154,7 @@ def _charts(run: Run) -> list[Chart]:
 
     validation = Line("validation", curve(run, "validation_loss"), 1, points=True)
     peak, scale = curve(run, "memory_bytes/peak"), curve(run, "loss_scale")
-    entropy = Line("", curve(run, "moe_router_entropy"), 0)
+    entropy, dropped = Line("", curve(run, "moe_router_entropy"), 0), curve(run, "moe_dropped")
     balance = [
         Line("auxiliary loss", curve(run, "moe_aux_loss"), 0),
         Line("z-loss", curve(run, "moe_z_loss"), 1),
@@ -168,6 +168,7 @@ def _charts(run: Run) -> list[Chart]:
         chart("Throughput, tokens/s", smoothed("", "tokens_per_second"), from_zero=True),
         chart("Peak memory of rank 0, bytes", [Line("", peak, 0)], from_zero=True) if _varies(peak) else None,
         chart("Entropy of routers, nats", [entropy]),
+        chart("Choices that experts drop, share", [Line("", dropped, 0)], from_zero=True) if _varies(dropped) else None,
         chart("Balance losses of routers, without their factors", balance, from_zero=True),
         chart("Loss scale", [Line("", scale, 0)], log=True) if _varies(scale) else None,
     ]
