@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,10 +24,10 @@ from tests.helpers.ranks import Forked, Ranks
 MEMORY = Path("/dev/shm")  # Linux keeps these files in memory
 ROOM = 1 << 30  # bytes; the tests need far less
 
-if "TMPDIR" not in os.environ and MEMORY.is_dir():  # each save waits for its disk
+if "TMPDIR" not in os.environ and MEMORY.is_dir():  # of `tmp_path`: no save waits for a disk
     file_system = os.statvfs(MEMORY)
     if file_system.f_bavail * file_system.f_frsize >= ROOM and not file_system.f_flag & os.ST_NOEXEC:
-        os.environ["TMPDIR"] = tempfile.tempdir = str(MEMORY)
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # tests/machines.py sets it
 
