@@ -43,7 +43,7 @@ class Kept(Protocol):
         """Return numbers in the dtype of master weights, as a view if they are kept so, and else as a copy."""
 
     def write(self, part: slice, values: torch.Tensor, bits: torch.Tensor | None) -> None:
-        """Keep the numbers that `read` returned and an update has changed.
+        """Replace numbers. Views that `read` has returned need it not.
 
         Args:
             bits: 16 random bits for each, int32.
@@ -60,9 +60,7 @@ class Wide:
         return self.data[part]
 
     def write(self, part: slice, values: torch.Tensor, bits: torch.Tensor | None) -> None:
-        target = self.data[part]
-        if target.data_ptr() != values.data_ptr():  # else an update has written the view
-            target.copy_(values)
+        self.data[part].copy_(values)
 
 
 class BFloat16:

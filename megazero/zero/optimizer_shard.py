@@ -38,10 +38,9 @@ class RuledPart(NamedTuple):
     matrices: list[OwnedMatrices]
     noise: Noise | None
 
-    def bits(self, part: Range, update: int) -> list[torch.Tensor | None]:
+    def bits(self, part: Range, update: int) -> list[torch.Tensor]:
         """Return random bits for each state, of elements counted from the start of the owned range."""
-        if self.noise is None:
-            return [None] * len(self.states)
+        assert self.noise is not None
         both = self.noise.bits(self.within(part), update)
         halves = both >> 16 & LOWER, both & LOWER
         return [halves[number % 2] for number, _ in enumerate(self.states)]
@@ -131,9 +130,11 @@ class OptimizerShard:
             MATRIX_UPDATES[part.rule.name](params, *arguments, part.matrices, self.product_dtype)
         else:
             UPDATES[part.rule.name](params, *arguments)
-        self.master.write(at, master, None)
-        for state, numbers, bits in zip(part.states, states, part.bits(piece, params.number), strict=True):
-            state.write(within, numbers, bits)
+        if not isinstance(self.master, Wide):
+            self.master.write(at, master, None)
+        if part.noise is not None:
+            for state, numbers, bits in zip(part.states, states, part.bits(piece, params.number), strict=True):
+                state.write(within, numbers, bits)
 
     def cast(self) -> None:
         """Copy the master weights to this rank's compute weights; on the host, to the source of `start_fetch`."""

@@ -61,6 +61,7 @@ FACTORS: Factors = {
     ),
     "scores": tuple(SCORES),
     "optimizer": ("adamw", "lion", "muon"),
+    "moments": ("fp32", "bf16", "int8"),
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
     "reset": tuple(RESETS),  # attention and positions that restart with a document
     "offload": (0.0, 0.4, 1.0),  # share of the elements with states in host memory
@@ -78,6 +79,7 @@ NUMBERS: Factors = {
     "architecture": ("gpt2", "llama, 2 groups"),
     "reset": ("", "documents"),
     "short": (0, 2),  # less of a batch would have more rounding
+    "masters": ("fp32", "split"),
 }
 # Mixtures of experts: a matrix of its own, with the factors that decide which tokens and weights a rank has.
 BALANCED = {"moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
@@ -111,6 +113,7 @@ WITH_EXPERTS: Factors = {
     **{name: FACTORS[name] for name in ("offload", "dropout", "frozen", "seq_length", "reset", "short")},
     "architecture": ("llama, 2 groups", "qwen3", "gemma2"),
     "optimizer": ("adamw", "muon"),
+    "moments": ("fp32", "int8"),
     "targets": ("most", "last", "uneven"),
     "capacity": (0.0, 1.0, 0.5),
 }
@@ -132,10 +135,13 @@ ON_GPU: Factors = {
     "offload": FACTORS["offload"],
     "graphs": (False, True),
     "optimizer": ("adamw", "muon"),
+    "moments": ("fp32", "bf16", "int8"),
+    "masters": ("fp32", "split"),
 }
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
 FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "blocks.2.mlp.*", "blocks.3.norm*")
 FROZEN_ON_GPU = ("token_embedding.*", "blocks.0.*", "blocks.1.mlp.*")  # its models are smaller
+BLOCKED = {"hidden_size": 96, "kv_channels": 32}  # rows of most matrices are whole blocks, on any number of ranks
 SAMPLES = 2  # of a micro-batch
 EXPERTS_BY_DEFAULT = 10  # cases of up to two ranks; the others are slow
 NUMBERS_BY_DEFAULT = 10  # they hold most pairs of the matrix of precisions
@@ -234,13 +240,21 @@ RULES = [
         lambda exchange, architecture: exchange != "ring" or architecture not in ("olmo3", "gemma2"),
     )),
     Rule("FlashAttention is in 16 bit", False, lambda exchange, precision: exchange != "ring" or precision[2:] == "16"),
+    Rule("CPUs are slow at Newton-Schulz iterations", True, lambda optimizer, offload: optimizer != "muon" or not offload),
     Rule("Newton-Schulz iterations magnify rounding", False, lambda optimizer, precision: (
         optimizer != "muon" or precision == "fp64"
     )),
+    Rule("weights of bf16 alone are the upper bits of fp32 ones", True, lambda masters, precision: (
+        masters == "fp32" or precision == "bf16"
+    )),
+    Rule("rounding magnifies differences", False, lambda moments, precision: moments == "fp32" or precision == "fp64"),
     Rule("no third type", False, lambda grad_dtype, precision: grad_dtype in ("fp32", precision)),
 ]  # fmt: skip
 # Factors of many rules; a rule has at most one factor besides these.
-SHARED = ("pp", "dp", "cp", "tp", "exchange", "division", "zero", "recompute", "sp", "schedule", "precision", "graphs")
+SHARED = (
+    *("pp", "dp", "cp", "tp", "exchange", "division", "zero", "recompute", "sp", "schedule", "precision", "graphs"),
+    "optimizer",
+)
 
 
 def case_of(choice: Choice) -> Case:
@@ -268,7 +282,8 @@ def case_of(choice: Choice) -> Case:
             num_layers=layers,
             num_attention_heads=8 if choice["tp"] == 4 else MODEL.num_attention_heads,
             seq_length=choice["seq_length"],
-            **_options(choice["architecture"])
+            **(BLOCKED if choice["moments"] != "fp32" else {})
+            | _options(choice["architecture"])
             | SCORES[choice["scores"]]
             | EXPERTS.get(choice.get("experts", ""), {})
             | {"moe_expert_capacity_factor": choice.get("capacity", 0.0)}
