@@ -68,6 +68,11 @@ def expected(case: Case) -> tuple[list[float], list[float]]:
     return _expected(case.model, case.frozen, case.batch, case.reset, case.targets)[:2]
 
 
+def expected_balance(case: Case) -> list[reference.Balance]:
+    """Of each step, of plain PyTorch in fp64."""
+    return _expected(case.model, case.frozen, case.batch, case.reset, case.targets)[2]
+
+
 @functools.cache
 def _expected(
     model: ModelConfig, frozen: tuple[str, ...], batch: int, reset: str, targets: str
@@ -86,7 +91,7 @@ def relative_error(found: list[float], wanted: list[float]) -> float:
 
 def check_balance(case: Case, outcomes: list[Outcome]) -> None:
     """Compare loads of experts to the integer, and the rest to rounding, with plain PyTorch."""
-    wanted = _expected(case.model, case.frozen, case.batch, case.reset, case.targets)[2]
+    wanted = expected_balance(case)
     factors = case.model.moe_aux_loss_coeff, case.model.moe_z_loss_coeff
     for outcome in outcomes:
         for found, step in zip((each for each in outcome.experts if each is not None), wanted, strict=True):
