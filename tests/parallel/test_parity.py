@@ -69,7 +69,7 @@ def expected(case: Case) -> tuple[list[float], list[float]]:
 
 
 def expected_balance(case: Case) -> list[reference.Balance]:
-    """Of each step, of plain PyTorch in fp64."""
+    """Return the balance of each step in plain PyTorch in fp64."""
     return _expected(case.model, case.frozen, case.batch, case.reset, case.targets)[2]
 
 
