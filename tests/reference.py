@@ -28,6 +28,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
 from megazero.plan.layout.parameters import LocalBlock
 from megazero.plan.layout.topology import Layout
+from tests.helpers.small import round_moments_
 
 
 def initial_weights(config: Config) -> dict[str, torch.Tensor]:
@@ -342,15 +343,15 @@ class Muon:
 
     def __init__(self, config: Config, weights: Weights) -> None:
         self.config, self.weights = config.optimizer, weights
-        self.momenta = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.moments = {name: torch.zeros_like(w) for name, w in weights.items()}
 
     @torch.no_grad()
     def step(self) -> None:
         o = self.config
         for name, w in self.weights.items():
             assert w.grad is not None
-            self.momenta[name] = o.muon_momentum * self.momenta[name] + (1 - o.muon_momentum) * w.grad
-            ahead = o.muon_momentum * self.momenta[name] + (1 - o.muon_momentum) * w.grad
+            self.moments[name] = o.muon_momentum * self.moments[name] + (1 - o.muon_momentum) * w.grad
+            ahead = o.muon_momentum * self.moments[name] + (1 - o.muon_momentum) * w.grad
             for weight, direction in zip(matrices(name, w), matrices(name, ahead), strict=True):
                 m = direction.flatten(0, -2)
                 x = m / m.norm().clamp(min=1e-7)
@@ -432,4 +433,8 @@ def train(
         losses.append(loss.item())
         optimizer.step()
         other.step()
+        for name, weight in trained.items():
+            state = optimizer.state.get(weight, {})
+            moments = [other.moments[name]] if name in moved else [state["exp_avg"], state["exp_avg_sq"]]
+            round_moments_(moments, config, name, step + 1)
     return losses, norms

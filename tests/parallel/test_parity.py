@@ -67,20 +67,25 @@ def fp64(case: Case) -> Case:
 
 def expected(case: Case) -> tuple[list[float], list[float]]:
     """Losses and norms of plain PyTorch in fp64."""
-    return _expected(case.model, case.frozen, case.batch, case.reset, case.targets, case.optimizer)[:2]
+    return _expected(*model_of(case))[:2]
+
+
+def model_of(case: Case) -> tuple[ModelConfig, tuple[str, ...], int, str, str, str, str]:
+    """Return all that the results of a case depend on."""
+    return case.model, case.frozen, case.batch, case.reset, case.targets, case.optimizer, case.moments
 
 
 def expected_balance(case: Case) -> list[reference.Balance]:
     """Return the balance of each step in plain PyTorch in fp64."""
-    return _expected(case.model, case.frozen, case.batch, case.reset, case.targets, case.optimizer)[2]
+    return _expected(*model_of(case))[2]
 
 
 @functools.cache
 def _expected(
-    model: ModelConfig, frozen: tuple[str, ...], batch: int, reset: str, targets: str, optimizer: str
+    model: ModelConfig, frozen: tuple[str, ...], batch: int, reset: str, targets: str, optimizer: str, moments: str
 ) -> tuple[list[float], list[float], list[reference.Balance]]:
     case, balance = Case(model=model, frozen=frozen, batch=batch, micro_batches=1, reset=reset, targets=targets), []
-    case = fp64(case)._replace(optimizer=optimizer)
+    case = fp64(case)._replace(optimizer=optimizer, moments=moments)
     return *reference.train(case.config(), reference_batches(case), tell_balance=balance.append), balance
 
 

@@ -279,3 +279,27 @@ def test_members_of_a_communicator_that_differ_are_found(case: Case, fault: Faul
         ranks(case.world).run(train_watched, case, fault)
     assert "UnmatchedOrder: operation" in str(caught.value)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+WIDE = replace(SMALL, hidden_size=96, kv_channels=32)  # rows of most matrices are whole blocks
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(model=WIDE, precision="bf16", dp=2, zero=2, moments="int8", masters="split"),
+        Case(model=WIDE, precision="bf16", dp=2, tp=1, zero=3, moments="bf16", masters="split", grad_dtype="bf16"),
+        Case(model=WIDE, moments="int8", optimizer="muon"),
+    ],
+    ids=str,
+)
+def test_small_states_are_made_wide_in_order(case: Case, ranks) -> None:
+    """The table of places is copied once, when the engine is made: the host waits for no update."""
+    case = case._replace(device="pretended gpu", kernels="eager")
+    for rank, (outcome, found, waits) in enumerate(ranks(case.world).run(train_watched, case)):
+        assert found == {}
+        assert waits == [["tolist"]] * STEPS
+        memory, traffic = estimate(case.config(), case.layout, rank, needs_staging_buffer=False)
+        assert outcome.sent == [traffic] * STEPS
+        for measured in outcome.memory:
+            assert measured | {"peak": 0} == memory | {"peak": 0}
