@@ -264,6 +264,8 @@ class Balance(NamedTuple):
         entropy: of the probabilities in nats, the mean over tokens and layers.
         dropped: the share of the choices that no expert has room for.
         aux_loss, z_loss: without their factors, the mean over samples by their targets, and over layers.
+        margin: least difference of a token's logits of a chosen and of another expert, over the root mean square of
+            the layer's logits.
     """
 
     choices: tuple[tuple[int, ...], ...]
@@ -271,6 +273,7 @@ class Balance(NamedTuple):
     dropped: float
     aux_loss: float
     z_loss: float
+    margin: float
 
 
 def sample_losses(choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,7 +298,16 @@ def balance(choices: list[Choice], targets: torch.Tensor) -> Balance:
         float(torch.stack(entropy).mean()),
         1 - float(torch.stack([each.kept[real] for each in choices]).mean()),
         *(float(torch.stack([weight @ each[i] for each in losses]).mean()) for i in range(2)),
+        min(margin(choice) for choice in choices),
     )
+
+
+def margin(choice: Choice) -> float:
+    """See `Balance`."""
+    logits, experts, _ = choice
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, experts, True)
+    least, most = logits.masked_fill(~chosen, torch.inf).amin(-1), logits.masked_fill(chosen, -torch.inf).amax(-1)
+    return float((least - most).min() / logits.square().mean().sqrt())
 
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
