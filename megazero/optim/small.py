@@ -114,7 +114,11 @@ class Int8:
         steps = size / (exponent - (m << FRACTION)).view(torch.float32)  # less than 2^(m + 1); exact
         steps.add_(bits.view(-1, BLOCK), alpha=2.0**-16).floor_()
         codes = ((exponent >> FRACTION) - least[:, None] << m) + steps.int()
-        codes = codes.maximum((x > 0).int()) if self.positive else torch.where(x < 0, -codes, codes)
+        if self.positive:
+            codes = codes.maximum(x.view(torch.int32).clamp(max=1))  # numbers above 0 have bits above 0
+        else:
+            negative = x.view(torch.int32) >> 31  # 0 or -1
+            codes.bitwise_xor_(negative).sub_(negative)
         self.codes[part].copy_(codes.view(-1))
         self.least[_blocks(part)].copy_(least)
 
