@@ -256,6 +256,7 @@ RULES = [
     Rule("Newton-Schulz iterations magnify rounding", False, lambda optimizer, precision: (
         optimizer != "muon" or precision == "fp64"
     )),
+    Rule("CPUs are slow at products", True, lambda optimizer, offload: optimizer != "muon" or not offload),
     Rule("no third type", False, lambda grad_dtype, precision: grad_dtype in ("fp32", precision)),
 ]  # fmt: skip
 # Factors of many rules; a rule has at most one factor besides these.
@@ -273,6 +274,7 @@ SHARED = (
     "precision",
     "graphs",
     "mixture",
+    "optimizer",
 )
 
 
