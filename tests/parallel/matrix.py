@@ -79,7 +79,6 @@ NUMBERS: Factors = {
     "architecture": ("gpt2", "llama, 2 groups"),
     "reset": ("", "documents"),
     "short": (0, 2),  # less of a batch would have more rounding
-    "masters": ("fp32", "split"),
 }
 # Mixtures of experts: a matrix of its own, with the factors that decide which tokens and weights a rank has.
 BALANCED = {"moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
@@ -259,10 +258,10 @@ RULES = [
         lambda exchange, architecture: exchange != "ring" or architecture not in ("olmo3", "gemma2"),
     )),
     Rule("FlashAttention is in 16 bit", False, lambda exchange, precision: exchange != "ring" or precision[2:] == "16"),
-    Rule("CPUs are slow at Newton-Schulz iterations", True, lambda optimizer, offload: optimizer != "muon" or not offload),
     Rule("Newton-Schulz iterations magnify rounding", False, lambda optimizer, precision: (
         optimizer != "muon" or precision == "fp64"
     )),
+    Rule("CPUs are slow at products", True, lambda optimizer, offload: optimizer != "muon" or not offload),
     Rule("weights of bf16 alone are the upper bits of fp32 ones", True, lambda masters, precision: (
         masters == "fp32" or precision == "bf16"
     )),

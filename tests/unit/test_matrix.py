@@ -99,7 +99,7 @@ def test_what_a_rule_calls_refused_is_refused() -> None:
     mixtures = {name: ON_GPU[name] for name in ("dp", "cp", "tp", "sp", "architecture", "mixture")}
     samples = random_choices(small, 60_000) + random_choices(graphs, 2_000) + random_choices(WITH_EXPERTS, 20_000)
     samples += random_choices(mixtures, 1_000)
-    samples += random_choices({name: NUMBERS[name] for name in ("precision", "grad_dtype", "masters")}, 100)
+    samples += random_choices({name: ON_GPU[name] for name in ("precision", "masters")}, 100)
     for choice in samples:
         rules = list(itertools.islice(broken(choice), 2))
         if len(rules) == 1 and rules[0].refused and rules[0] not in seen:
