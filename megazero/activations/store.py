@@ -42,6 +42,7 @@ class KeptInputs:
         on_host: keep them in host memory.
         contiguous: keep them in an arena.
         sent: the counter of bytes that are copied to and from the host.
+        outlive: inputs are used when their slots are free again.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class KeptInputs:
         on_host: bool,
         contiguous: bool,
         sent: Counter[str],
+        outlive: bool = False,
     ) -> None:
+        self.outlive = outlive
         self.tracker, self.tp = tracker, tp
         self.part_numel = numel if tp is None else partition_numel(numel, tp.size)
         # kinds of memory of a kept input and of a free slot
@@ -116,11 +119,15 @@ class KeptInputs:
         kept.whole = self.tp.all_gather(part, part.new_empty(part.numel() * self.tp.size))
 
     def take(self, key: Key) -> torch.Tensor:
-        """Return the input in its shape, and drop the reference to a rebuilt one."""
+        """Return the input in its shape, and drop the reference to a rebuilt one.
+
+        Weight gradients that are queued read the input of a block without a norm in front, when its slot has another.
+        """
         kept = self.kept[key]
         whole, kept.whole = kept.whole, None
         if whole is None:
             whole = kept.data if kept.fetch is None else kept.fetch.data
+            whole = whole.clone() if self.outlive else whole
         return whole.view(-1)[: kept.shape.numel()].view(kept.shape)
 
     def drop(self, key: Key, slot: int | None) -> None:

@@ -22,7 +22,7 @@ from megazero.config.run_options import EvaluationConfig as EvaluationConfig
 from megazero.config.run_options import LogConfig as LogConfig
 from megazero.config.run_options import MonitorConfig as MonitorConfig
 from megazero.config.run_options import PlanConfig as PlanConfig
-from megazero.plan.schedule.schedules import EVALUATION
+from megazero.plan.schedule.schedules import EVALUATION, SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,13 @@ class Config:
     def captures_blocks(self) -> bool:
         """True if blocks are replayed as CUDA graphs. An evaluation issues its operations one by one."""
         return self.training.cuda_graph_impl == "local" and self.trains
+
+    @property
+    def copies_kept_inputs(self) -> bool:
+        """True if inputs that are kept in slots are copied for recompute: queued weight gradients outlive the slots."""
+        activations = self.activations
+        slots = activations.checkpoint_in_cpu or activations.contiguous_checkpointing
+        return slots and SCHEDULES[self.parallel.pipeline_schedule].backlog and not activations.partition_activations
 
     @property
     def batch_sizes(self) -> BatchSizes:

@@ -157,6 +157,7 @@ class Engine:
             on_host=activations.checkpoint_in_cpu,
             contiguous=activations.contiguous_checkpointing,
             sent=self.mesh.copied,
+            outlive=self.config.copies_kept_inputs,
         )
 
     def program(self, schedule: str, micro_batches: int) -> Program:

@@ -47,6 +47,9 @@ PARALLEL_NORMS = replace(MODEL, num_layers=2, architecture="parallel", num_query
 ALL_BUT_NORMS_OF_HEADS = ("token*", "head*", "*.norm.*", "*.mlp.*", *(f"*.{n}.weight" for n in ("query", "kv", "proj")))
 
 
+# Blocks whose linear layers read the block's input, without a norm in front.
+POST_NORM = replace(MODEL, num_layers=3, architecture="olmo2")
+
 # Kinds of rotary positions: parts of a head, interleaved, scaled, and layers that differ.
 LLAMA = replace(MODEL, num_layers=3, architecture="llama", num_query_groups=2, kv_channels=10)
 PART_OF_A_HEAD = replace(
@@ -156,6 +159,8 @@ def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
         fp64(Case(tp=2, model=PARALLEL_NORMS, recompute="selective", reset="documents")),
         fp64(Case(tp=2, model=PARALLEL_NORMS, frozen=ALL_BUT_NORMS_OF_HEADS)),
         fp64(Case(dp=2, tp=2, zero=3, model=PART_OF_A_HEAD, recompute="full", reset="documents")),
+        fp64(Case(pp=2, model=POST_NORM, schedule="zero-bubble", micro_batches=4, recompute="full", host=True)),
+        fp64(Case(pp=2, model=POST_NORM, schedule="zero-bubble", micro_batches=4, recompute="full", md=True)),
         fp64(Case(tp=2, model=YARN, sp=True, reset="positions")),
         fp64(Case(pp=2, model=BY_LAYER, recompute="selective")),
         *parameters(matrix.covers().slow + matrix.products(), pytest.mark.slow),

@@ -290,6 +290,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "on_host": True,
         "contiguous": True,
         "sent": As("Trainer.mesh.copied"),
+        "outlive": False,
     },
     "upload_step": {
         "batches": Kind("list"),

@@ -317,7 +317,8 @@ class _Walk:
     def _recompute(self, op: Recompute) -> None:
         self.allocations.pop(("routes", op.key), None)
         # its input is counted as the kept input, unless it was gathered from parts
-        self._save(op, self.sizes.layers[op.layer].kept(own_input=self.spec.partitioned))
+        own_input = self.spec.partitioned or self.config.copies_kept_inputs
+        self._save(op, self.sizes.layers[op.layer].kept(own_input=own_input))
 
     def _save(self, op: Forward | Recompute, num_bytes: int) -> None:
         self.saved[op.key] = num_bytes
