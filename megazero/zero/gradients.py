@@ -31,7 +31,7 @@ class UnitGradients:
         self._persistent: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # see bind_persistent
         self._ranges = {member.weight: member.window.slice() for member in unit.members}
         self._windows: dict[Weight, torch.Tensor] = {}  # windows of `unsharded` that have a contribution
-        self._complete = False  # every window has one, by `accumulate_all`
+        self._complete = False  # every window has one, by `accumulate_all` or `start_fetch`
 
     # -- memory
 
@@ -80,7 +80,7 @@ class UnitGradients:
     def accumulate(self, weight: Weight, write: GradWriter) -> None:
         """Call `write`(window, add) on the weight's window of the unsharded buffer; the first call overwrites."""
         window = self._windows.get(weight)
-        add = window is not None
+        add = window is not None or self._complete
         if window is None:
             assert self.unsharded is not None, f"the gradients of {self.unit.name} are not open"
             window = self.unsharded.data[self._ranges[weight]].view(weight.block.stored)
@@ -160,10 +160,17 @@ class UnitGradients:
         return Pending(held=(data,), then=stored)
 
     def start_fetch(self) -> Pending:
-        """Copy the gradient of earlier micro-batches to the device, where `start_reduce` adds to it."""
+        """Copy the gradient of earlier micro-batches to the device.
+
+        `start_reduce` adds to it. If it is not sharded, it is the unsharded buffer, and contributions add to it.
+        """
         assert self.host is not None and self.stored, self.unit.name
-        self.sharded, self.stored = self._buffer("gradients", self.unit.owned.numel, None), False
-        return Pending(then=self.host.link.start_fetch(self.host.gradient, self.sharded.data).wait)
+        buffer, self.stored = self._buffer("gradients", self.unit.owned.numel, None), False
+        if self.unit.policy.optimizer:
+            self.sharded = buffer
+        else:
+            self.unsharded, self._complete = buffer, True
+        return Pending(then=self.host.link.start_fetch(self.host.gradient, buffer.data).wait)
 
     # -- after the reduction
 

@@ -40,6 +40,9 @@ def case_of(**changes: object) -> Case:
 
 
 SAME = [
+    case_of(dp=1, zero=2, precision="bf16"),  # alone, a rank adds up gradients in host memory too
+    case_of(dp=1, zero=3, pp=2, schedule="zero-bubble", model=replace(SMALL, num_layers=4), frozen=("*.bias",)),
+    case_of(dp=1, zero=2, recompute="full", md=True, options=(("overlap_comm", False),)),
     case_of(dp=1, precision="bf16"),
     case_of(zero=0),
     case_of(zero=1, precision="fp16", options=(("overlap_comm", False),)),
