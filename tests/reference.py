@@ -341,7 +341,7 @@ class Muon:
             ahead = o.muon_momentum * self.momenta[name] + (1 - o.muon_momentum) * w.grad
             for weight, direction in zip(matrices(name, w), matrices(name, ahead), strict=True):
                 m = direction.flatten(0, -2)
-                x = m / m.norm()
+                x = m / m.norm().clamp(min=1e-7)
                 for _ in range(o.muon_num_ns_steps):
                     x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
                 rows, columns = m.shape
@@ -349,6 +349,23 @@ class Muon:
                     0.2 * max(rows, columns) ** 0.5 if o.muon_scale == "moonlight" else max(1, rows / columns) ** 0.5
                 )
                 weight -= o.lr * (o.weight_decay * weight + factor * x.view(weight.shape))
+
+
+class Lion:
+    """Algorithm 2 of its paper, in the weights' precision."""
+
+    def __init__(self, config: Config, weights: Weights, no_decay: set[str]) -> None:
+        self.config, self.weights, self.no_decay = config.optimizer, weights, no_decay
+        self.moments = {name: torch.zeros_like(w) for name, w in weights.items()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        o = self.config
+        for name, w in self.weights.items():
+            assert w.grad is not None
+            direction = torch.sign(o.adam_beta1 * self.moments[name] + (1 - o.adam_beta1) * w.grad)
+            w -= o.lr * (direction + (0.0 if name in self.no_decay else o.weight_decay) * w)
+            self.moments[name] = o.adam_beta2 * self.moments[name] + (1 - o.adam_beta2) * w.grad
 
 
 def train(
@@ -367,6 +384,7 @@ def train(
     trained = {name: t.requires_grad_() for name, t in w.items() if name not in frozen}
     no_decay = {name for name in w if "norm" in name or name.endswith("bias")}
     moved = {name for name in trained if o.optimizer == "muon" and matrices(name, w[name])}
+    moved |= {name for name in trained if o.optimizer == "lion"}
     groups = [
         {"params": [t for name, t in trained.items() if (name in no_decay) == exempt], "weight_decay": decay}
         for exempt, decay in ((False, o.weight_decay), (True, 0.0))
@@ -376,7 +394,8 @@ def train(
             t for name, t in trained.items() if any(t is p for p in group["params"]) and name not in moved
         ]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
-    muon = Muon(config, {name: trained[name] for name in sorted(moved)})
+    others = {name: trained[name] for name in sorted(moved)}
+    other = Lion(config, others, no_decay) if o.optimizer == "lion" else Muon(config, others)
     losses, norms = [], []
     for step, (ids, labels, mask, starts) in enumerate(batches):
         choices: list[Choice] = []
@@ -400,5 +419,5 @@ def train(
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), o.clip_grad).item())
         losses.append(loss.item())
         optimizer.step()
-        muon.step()
+        other.step()
     return losses, norms

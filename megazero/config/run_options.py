@@ -127,8 +127,8 @@ class MonitorConfig:
     straggler_interval: Iterations = 100
     """Iterations between comparisons of the ranks' computing times. Slow ranks are named with their hosts. 0: never."""
     check_replicas_interval: Iterations = 0
-    """Iterations between checks that all copies of a weight or a moment are equal bit for bit. A difference ends the
-    run. 0: never."""
+    """Iterations between checks that all copies of a weight, a moment or a router's biases are equal bit for bit. A
+    difference ends the run. 0: never."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Products of rows with the matrices of their groups: tokens with the weights of their experts.
 
 Rows are sorted by group. One grouped kernel of torch computes bf16 products on a GPU. Elsewhere each group is a product
-of its own, for which the host must know the groups' sizes; on a CPU both take equally long.
+of its own, for which the host must know the groups' sizes. On a CPU torch's kernel takes longer
+(docs/results/experts.md).
 
 Shapes: R rows, E groups.
 """

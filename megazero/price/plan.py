@@ -197,7 +197,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "device_type": plan.device.name,
         "world_size": layout.world_size,
-        "layout": {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "shard", "chunks")},
+        "layout": {name: getattr(layout, name) for name in ("pp", "dp", "cp", "tp", "ep", "etp", "shard", "chunks")},
         "parameters": num_parameters(declare(model)),
         "active_parameters": active_parameters(declare(model)),
         "fits": plan.free >= 0,

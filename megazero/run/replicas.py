@@ -1,7 +1,8 @@
 """Check that copies of a weight or a moment are equal bit for bit.
 
 Data-parallel ranks have copies (at ZeRO stage 0, with --zero-shard-size, and of weights in the compute dtype), as do
-tensor-parallel ranks (norms and biases) and both ends of the pipeline (a tied token table).
+tensor-parallel ranks (norms and biases) and both ends of the pipeline (a tied token table). All ranks have the biases
+of all routers (--moe-router-enable-expert-bias).
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ def copies(engine: Engine) -> Iterator[tuple[Axis, str, torch.Tensor]]:
                     (axis, f"the weights of {member.spec.name}", window)
                     for axis in (unit.flat.shard, unit.flat.replica)
                 )
+    for number, biases in engine.routers.by_layer():
+        yield from ((axis, f"the router's biases of layer {number}", biases) for axis in (mesh.data, mesh.tp, mesh.pp))
 
 
 def check_replicas(engine: Engine, iteration: int) -> None:

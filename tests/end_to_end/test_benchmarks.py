@@ -91,6 +91,21 @@ def test_context_parallelism_against_torchs_ring_runs() -> None:
 
 
 @pytest.mark.slow
+def test_experts_against_transformers_under_fsdp2_run() -> None:
+    """The program refuses to time systems that train another model; in one process, all rows stay where they are."""
+    done = run(sys.executable, "benchmarks/experts.py", "--quick")
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
+    found = {row[0]: row[1:] for row in rows}
+    assert {"transformers, eager, FSDP2", "transformers, grouped_mm, FSDP2", "megazero, ep, stage 1"} <= set(found)
+    for part in ("route", "sort, exchange", "products", "activation, weighting", "combine", "norm, residual"):
+        assert len(found[part]) == 3 and all(float(cell.split()[0]) > 0 for cell in found[part]), (
+            f"{part} was not timed"
+        )
+    assert found["8"][:3] == ["2", "64", "64"] and found["64"][:3] == ["16", "512", "8"]
+
+
+@pytest.mark.slow
 def test_checkpoints_of_ranks_that_are_not_there() -> None:
     """400 ranks of the 100B preset take half a minute; here a model of 4 layers on 8."""
     small = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 257 --tensor-model-parallel-size 2"

@@ -60,6 +60,7 @@ FACTORS: Factors = {
         *COMBINED,
     ),
     "scores": tuple(SCORES),
+    "optimizer": ("adamw", "lion", "muon"),
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
     "reset": tuple(RESETS),  # attention and positions that restart with a document
     "offload": (0.0, 0.4, 1.0),  # share of the elements with states in host memory
@@ -109,6 +110,7 @@ WITH_EXPERTS: Factors = {
     **{name: FACTORS[name] for name in ("reduce_bucket_size", "overlap_comm", "recompute", "pa", "host", "sp")},
     **{name: FACTORS[name] for name in ("offload", "dropout", "frozen", "seq_length", "reset", "short")},
     "architecture": ("llama, 2 groups", "qwen3", "gemma2"),
+    "optimizer": ("adamw", "muon"),
     "targets": ("most", "last", "uneven"),
     "capacity": (0.0, 1.0, 0.5),
 }
@@ -129,6 +131,7 @@ ON_GPU: Factors = {
     **{name: FACTORS[name] for name in ("recompute", "pa", "host", "md", "sp", "dropout", "untied", "frozen")},
     "offload": FACTORS["offload"],
     "graphs": (False, True),
+    "optimizer": ("adamw", "muon"),
 }
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
 FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "blocks.2.mlp.*", "blocks.3.norm*")
@@ -231,6 +234,9 @@ RULES = [
         lambda exchange, architecture: exchange != "ring" or architecture not in ("olmo3", "gemma2"),
     )),
     Rule("FlashAttention is in 16 bit", False, lambda exchange, precision: exchange != "ring" or precision[2:] == "16"),
+    Rule("Newton-Schulz iterations magnify rounding", False, lambda optimizer, precision: (
+        optimizer != "muon" or precision == "fp64"
+    )),
     Rule("no third type", False, lambda grad_dtype, precision: grad_dtype in ("fp32", precision)),
 ]  # fmt: skip
 # Factors of many rules; a rule has at most one factor besides these.

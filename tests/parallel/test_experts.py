@@ -8,7 +8,7 @@ import pytest
 
 from tests.parallel import matrix
 from tests.parallel.cases import MODEL, Case, train
-from tests.parallel.test_parity import TOLERANCE, check_balance, check_bytes, expected, fp64, relative_error
+from tests.parallel.test_parity import check_balance, check_bytes, expected, fp64, relative_error, tolerance
 
 LLAMA = replace(MODEL, num_layers=3, architecture="llama", num_query_groups=2, ffn_hidden_size=36)
 BALANCED = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
@@ -35,8 +35,8 @@ def check(case: Case, ranks) -> None:
     losses, norms = expected(case)
     outcomes = ranks(case.world).run(train, case)
     for outcome in outcomes:
-        assert relative_error(outcome.losses, losses) < TOLERANCE
-        assert relative_error(outcome.norms, norms) < TOLERANCE
+        assert relative_error(outcome.losses, losses) < tolerance(case)
+        assert relative_error(outcome.norms, norms) < tolerance(case)
     check_balance(case, outcomes)
     check_bytes(case, outcomes)
 

@@ -34,6 +34,8 @@ from tests.parallel.cases import (
 )
 
 TOLERANCE = 1e-10  # relative, in fp64; the most that was seen is 4e-14, in a norm after two updates
+# Newton-Schulz iterations multiply small singular values by 3.4 each, 480 in all, and with them their rounding errors.
+WITH_MUON = 1e-9
 
 
 SHALLOW = replace(MODEL, num_layers=1)
@@ -75,6 +77,10 @@ def _expected(
     case, balance = Case(model=model, frozen=frozen, batch=batch, micro_batches=1, reset=reset, targets=targets), []
     case = fp64(case)._replace(optimizer=optimizer)
     return *reference.train(case.config(), reference_batches(case), tell_balance=balance.append), balance
+
+
+def tolerance(case: Case) -> float:
+    return WITH_MUON if case.optimizer == "muon" else TOLERANCE
 
 
 def relative_error(found: list[float], wanted: list[float]) -> float:
@@ -149,8 +155,8 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
     losses, norms = expected(case)
     outcomes = ranks(case.world).run(train, case)
     for outcome in outcomes:
-        assert relative_error(outcome.losses, losses) < TOLERANCE
-        assert relative_error(outcome.norms, norms) < TOLERANCE
+        assert relative_error(outcome.losses, losses) < tolerance(case)
+        assert relative_error(outcome.norms, norms) < tolerance(case)
     check_balance(case, outcomes)
     check_bytes(case, outcomes)
 
@@ -175,8 +181,8 @@ def test_replicas_with_unequal_numbers_of_micro_batches_are_the_same_model(case:
     losses, norms = expected(case)
     outcomes = ranks(case.world).run(train, case)
     for outcome in outcomes:
-        assert relative_error(outcome.losses, losses) < TOLERANCE
-        assert relative_error(outcome.norms, norms) < TOLERANCE
+        assert relative_error(outcome.losses, losses) < tolerance(case)
+        assert relative_error(outcome.norms, norms) < tolerance(case)
     check_bytes(case, outcomes)
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megazero.checkpoint.streaming import TensorReader
 from tests.helpers.chains import LAYOUTS, MODEL, TOLERANCE, Curve, configured, deviation, make_corpus, train
 
 STOP, END = 2, 4  # iterations
@@ -139,3 +141,46 @@ def test_experts_resume_on_other_ranks(ranks: Any, tmp_path: Path) -> None:
         before = str(tmp_path / str(end))
     assert [iteration for iteration, _ in rest] == [1, 2, 3, 4, 5, 6]
     assert deviation(rest, whole) < TOLERANCE["fp64"]
+
+
+MUON_CHAIN = ("dp4 zero2", "tp2 sp", "dp3 zero3", "pp2 dp2 zero-bubble")
+
+
+def test_muon_resumes_in_other_layouts(ranks: Any, tmp_path: Path) -> None:
+    """Momenta of whole matrices: from four owners to parts of two ranks, to three owners, to two on each stage."""
+    corpus = make_corpus(tmp_path)
+
+    def part(name: str, end: int, **folders: str) -> Curve:
+        config = configured(name, corpus, end, "fp64", **folders)
+        config = replace(config, optimizer=replace(config.optimizer, optimizer="muon", muon_momentum=0.8))
+        return ranks(LAYOUTS[name][0]).run(train, LAYOUTS[name][0], config)[0]
+
+    whole, rest, before = part("alone", 8), Curve(), ""
+    for end, name in zip((2, 4, 6, 8), MUON_CHAIN, strict=True):
+        rest += part(name, end, save=str(tmp_path / str(end)), load=before)
+        before = str(tmp_path / str(end))
+    assert [iteration for iteration, _ in rest] == list(range(1, 9))
+    assert deviation(rest, whole) < 6e-9  # nats of 5.5: 1e-9, see WITH_MUON
+
+
+def test_another_optimizer_begins_with_the_weights(ranks: Any, tmp_path: Path) -> None:
+    """From AdamW to Muon and back: AdamW's next update moves every weight by the rate, as a first one does."""
+    corpus = make_corpus(tmp_path)
+
+    def part(optimizer: str, end: int, load: str = "") -> Curve:
+        folders = {"save": str(tmp_path / f"{optimizer}{end}"), "load": load and str(tmp_path / load)}
+        config = configured("alone", corpus, end, "fp64", **folders)
+        config = replace(config, optimizer=replace(config.optimizer, optimizer=optimizer))
+        return ranks(1).run(train, 1, config)[0]
+
+    def table(folder: str, end: int) -> torch.Tensor:
+        return TensorReader(tmp_path / folder / f"iter_{end:07}").read("model.blocks.1.mlp.up.weight")
+
+    whole = part("adamw", 4)
+    part("adamw", 2)
+    moved = part("muon", 4, "adamw2")
+    assert [iteration for iteration, _ in moved] == [3, 4]
+    assert abs(moved[0][1] - whole[2][1]) < 1e-10 and abs(moved[1][1] - whole[3][1]) > 1e-5
+    assert [iteration for iteration, _ in part("adamw", 5, "muon4")] == [5]
+    steps = (table("adamw5", 5) - table("muon4", 4)).abs()
+    assert 0.98e-3 < steps.median() < 1.02e-3  # --lr 1e-3, and a decay of 1e-5 of a weight

@@ -358,8 +358,11 @@ def drift(rank: int, world: int, config: Config, state: str, name: str) -> str:
     run.trainer.iterate()
     check_replicas(run.trainer.engine, 1)
     if rank == world - 1:
-        unit = next(unit for unit in run.trainer.engine.zero.units.values() if name in unit.flat.layout.windows)
-        if state == "weights":
+        units = run.trainer.engine.zero.units.values()
+        unit = next((unit for unit in units if name in unit.flat.layout.windows), None)
+        if unit is None:
+            data = dict(run.trainer.engine.routers.by_layer())[int(name.split()[1])]
+        elif state == "weights":
             data = unit.weights.unsharded[unit.flat.layout.windows[name].slice()]
         else:
             part = next(part for part in unit.flat.owned_parts() if part.spec.name == name and part.stop > part.start)
@@ -387,7 +390,23 @@ def drift(rank: int, world: int, config: Config, state: str, name: str) -> str:
 def test_a_copy_that_drifts_is_named(
     ranks: Any, corpus: str, tmp_path: Path, axes: dict, zero: dict, state: str, name: str
 ) -> None:
+    check_drift(ranks, configured(corpus, tmp_path, 3), axes, zero, state, name)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{}, {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}, {"pipeline_model_parallel_size": 2}],
+    ids=str,
+)
+def test_a_routers_biases_that_drift_are_named(ranks: Any, corpus: str, tmp_path: Path, axes: dict) -> None:
+    """All ranks have those of all layers."""
     config = configured(corpus, tmp_path, 3)
+    experts = {"num_experts": 4, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    config = replace(config, model=replace(config.model, architecture="llama", moe_layer_freq="DE", **experts))
+    check_drift(ranks, config, axes, {}, "the router's biases", "layer 1")
+
+
+def check_drift(ranks: Any, config: Config, axes: dict, zero: dict, state: str, name: str) -> None:
     config = replace(config, parallel=replace(config.parallel, **axes), zero=replace(config.zero, **zero))
     kind = {"master": "the master weights", "weights": "the weights"}.get(state, state)
     world = 2 * zero.get("zero_shard_size", 1)  # the last rank's twin: of two ranks the other, of two groups its place

@@ -15,7 +15,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.sizes import LayerSizes
 from megazero.price.bytes.capacity import estimated, least
-from megazero.price.plan import make_plan, plan_config
+from megazero.price.plan import as_json, make_plan, plan_config
 from megazero.price.search.search import ClosedTerms, Sizes, candidates
 from megazero.price.search.search_report import command, run_search
 from megazero.price.time.devices import load_device
@@ -61,6 +61,13 @@ def test_the_busiest_rank_computes_and_keeps_more_rows(ep: int, given: float, fa
     away = (ep - 1) / ep * (factor - 1) * ROWS
     sent = sum(each["ep"] for each in (more.forward, more.backward))
     assert sent - sum(each["ep"] for each in (even.forward, even.backward)) == away * back
+
+
+def test_plan_json_has_the_axes_of_experts() -> None:
+    flags = "--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 4 --world-size 16"
+    plan = make_plan(*plan_config(parse(f"{MODEL} {CLUSTER} {flags} --expert-tensor-parallel-size 2".split())))
+    wanted = {"pp": 1, "dp": 4, "cp": 1, "tp": 4, "ep": 4, "etp": 2, "shard": 4, "chunks": 1}
+    assert as_json(plan)["layout"] == wanted
 
 
 @pytest.mark.parametrize(

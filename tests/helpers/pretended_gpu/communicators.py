@@ -30,6 +30,8 @@ OPERATIONS = {
     "allgather_": ("all-gather", [1], [0]),
     "_reduce_scatter_base_": ("reduce-scatter", [1], [0]),
     "alltoall_base_": ("all-to-all", [1], [0]),
+    "broadcast_": ("broadcast", [0], [0]),
+    "reduce_": ("reduce", [0], [0]),
     "send": ("send", [0], []),
     "recv_": ("receive", [], [0]),
 }
@@ -150,6 +152,38 @@ class Communicators:
         work = collective()
         return work if self.issued is None else Work(work, self.issued, (*reads, *writes), self.pausing)
 
+    def all_gather(self, parts: list[torch.Tensor], part: torch.Tensor, group: Any, async_op: bool) -> Any:
+        """Stand in for `dist.all_gather` of parts of any size, which gloo does not have: broadcasts, as in NCCL."""
+        with self.pausing():
+            parts[dist.get_rank(group)].copy_(part)
+        return Several(
+            [
+                dist.broadcast(each, dist.get_global_rank(group, rank), group, async_op)
+                for rank, each in enumerate(parts)
+                if each.numel()
+            ]
+        )
+
+    def reduce_scatter(self, out: torch.Tensor, parts: list[torch.Tensor], group: Any, async_op: bool) -> Any:
+        """Stand in for `dist.reduce_scatter` of parts of any size: reductions, as in NCCL. gloo overwrites parts."""
+        with self.pausing():
+            own = [each.clone() for each in parts]
+        works = Several(
+            [
+                dist.reduce(each, dist.get_global_rank(group, rank), group=group, async_op=async_op)
+                for rank, each in enumerate(parts)
+                if each.numel()
+            ]
+        )
+
+        def finish() -> None:
+            out.copy_(parts[dist.get_rank(group)])
+            for each, before in zip(parts, own, strict=True):
+                each.copy_(before)
+
+        works.finish = finish
+        return works
+
     def split_group(
         self, split_ranks: list[list[int]], timeout: Any = None, pg_options: Any = None, group_desc: str = ""
     ) -> dist.ProcessGroup | None:
@@ -158,6 +192,19 @@ class Communicators:
         several = [ranks for ranks in split_ranks if len(ranks) > 1]  # a rank alone has nothing to send
         groups = [dist.new_group(ranks, timeout=timeout, group_desc=group_desc) for ranks in several]
         return next((group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
+
+
+class Several:
+    """Several handles of gloo's as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self.works = works
+        self.finish: Callable[[], None] = lambda: None
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.finish()
 
 
 class Work:

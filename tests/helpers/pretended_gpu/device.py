@@ -60,6 +60,8 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Findings]:
             (Axis, "needs_staging_buffer", property(lambda axis: False)),
             (dist, "init_process_group", _init_process_group),
             (dist, "split_group", session.communicators.split_group),
+            (dist, "all_gather", session.communicators.all_gather),
+            (dist, "reduce_scatter", session.communicators.reduce_scatter),
             (groups, "_urgent_options", lambda: None),
             (varlen, "varlen_attn", varlen_attention(session, capability)),
             (F, "scaled_dot_product_attention", attention(F.scaled_dot_product_attention)),
