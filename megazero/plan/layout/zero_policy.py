@@ -17,8 +17,8 @@ class ZeroPolicy:
     """The states that are sharded over the ranks of a sharding group."""
 
     optimizer: bool
-    # reduced after every micro-batch: whole gradients do not outlive a unit's backward. If the optimizer is not sharded,
-    # that holds for units with states in host memory, where their gradients are added up
+    # reduced after every micro-batch: whole gradients do not outlive a unit's backward. Without a sharded optimizer,
+    # only those of units with states in host memory, where they are added up
     gradients: bool
     parameters: bool
     gathers_once: bool = False  # once per iteration, not at every use: FSDP2's reshard_after_forward=False
