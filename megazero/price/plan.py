@@ -27,8 +27,8 @@ RECOMPUTE = ("none", "selective", "full")
 ADVICE = {
     "compute": "faster devices, or more of them",
     "recompute": "--recompute selective, or none, if there is memory for it",
-    "optimizer": "a higher --zero-stage, which updates less per device, or a larger --global-batch-size; on the host, a "
-    "smaller --optimizer-offload-fraction",
+    "optimizer": "a higher --zero-stage, which updates less per device, or a larger --global-batch-size; on the host, "
+    "a smaller --optimizer-offload-fraction",
     "tp": "a smaller --tensor-model-parallel-size, within a node; a larger --micro-batch-size; --sequence-parallel",
     "cp": "more tokens per rank (a smaller --context-parallel-size), context-parallel ranks within a node",
     "ep": "a smaller --expert-model-parallel-size, its ranks within a node; a shared expert, which hides the exchange",

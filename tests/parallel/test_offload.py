@@ -136,7 +136,7 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("first", ["device", "host"])
 @pytest.mark.parametrize("second", PLACES)
 def test_a_run_resumes_in_another_place(first: str, second: str, ranks, tmp_path: Path) -> None:
-    """To the bit; it saves in the background, while the host updates the states that are being written."""
+    """The bits are the same. Saves in the background overlap with updates of the states that they write."""
     corpus = make_corpus(tmp_path)
 
     def run(iterations: int, place: str, **options: Any) -> Curve:
