@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import megazero  # noqa: F401 - sets environment variables, which torch reads when it is imported
 
@@ -16,8 +17,17 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is imported: its kernels run on the CPU
 
+from tests.helpers.parsers import remember_parsers
 from tests.helpers.programs import PRELOADED
 from tests.helpers.ranks import Forked, Ranks
+
+MEMORY = Path("/dev/shm")  # Linux keeps these files in memory
+ROOM = 1 << 30  # bytes; the tests need far less
+
+if "TMPDIR" not in os.environ and MEMORY.is_dir():  # of `tmp_path`: no save waits for a disk
+    file_system = os.statvfs(MEMORY)
+    if file_system.f_bavail * file_system.f_frsize >= ROOM and not file_system.f_flag & os.ST_NOEXEC:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # tests/machines.py sets it
 
@@ -26,6 +36,7 @@ torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # tests/machine
 with contextlib.suppress(OSError):  # a sandbox may refuse
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
+remember_parsers()
 START = Forked(PRELOADED)
 POOLS: dict[int, Ranks] = {}
 

@@ -9,6 +9,8 @@ import importlib
 import pkgutil
 
 import megazero
+from megazero.config.cli import parse
+from tests.helpers.parsers import remember_parsers
 
 OWN = [module.name for module in pkgutil.walk_packages(megazero.__path__, "megazero.")]
 LIBRARIES = "torch._subclasses.fake_tensor torch.fx.experimental.symbolic_shapes numpy.ma jinja2 tyro pytest".split()
@@ -18,6 +20,8 @@ OURS = ["pretrain_gpt", "tests.parallel.test_pretended_gpu"]  # half a second in
 
 for name in [*OWN, *LIBRARIES, *(f"transformers.models.{name}" for name in MODELS), *OURS]:
     importlib.import_module(name)
+remember_parsers()
+parse([])  # a program whose defaults are those of no preset finds its parser
 gc.collect()
 gc.freeze()  # a collection in a forked process then neither looks at these objects nor copies their pages
 atexit.register(gc.unfreeze)  # else Triton's bindings report leaks

@@ -320,12 +320,17 @@ class Matrix:
             ready = [r for r in self.rules[name] if set(r.factors) <= set(shared[: shared.index(name) + 1])]
             wider = (choice | {name: level} for choice in chosen for level in self.factors[name])
             chosen = [choice for choice in wider if all(rule.allows(choice) for rule in ready)]
+        needed = {name: tuple({f for rule in self.rules[name] for f in rule.factors} - {name}) for name in others}
+        legal: dict[tuple[str, tuple[Any, ...]], int] = {}
         for choice in chosen:
             mask = sum(1 << self.number[item] for item in choice.items())
             for name in others:
-                for level in self.factors[name]:
-                    if all(rule.allows(choice | {name: level}) for rule in self.rules[name]):
-                        mask |= 1 << self.number[name, level]
+                known = name, tuple(choice[factor] for factor in needed[name])
+                if known not in legal:
+                    levels = (choice | {name: level} for level in self.factors[name])
+                    fits = (c for c in levels if all(rule.allows(c) for rule in self.rules[name]))
+                    legal[known] = sum(1 << self.number[name, c[name]] for c in fits)
+                mask |= legal[known]
             yield choice["pp"] * choice["dp"] * choice["cp"] * choice["tp"], mask
 
     def _unions(self, masks: Iterable[int]) -> list[int]:

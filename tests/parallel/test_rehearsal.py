@@ -6,6 +6,7 @@ The fourth, formulas written down from papers, is in tests/unit/test_closed_form
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,13 +18,16 @@ LLAMA = replace(UNTIED, architecture="llama", num_query_groups=2, add_qkv_bias=T
 # All experts of a token: as many rows for each, as a plan assumes.
 EXPERTS = replace(LLAMA, num_layers=2, num_experts=4, moe_router_topk=4, moe_ffn_hidden_size=24, moe_aux_loss_coeff=0.1)
 
+SHALLOW = replace(MODEL, num_layers=3)  # operations on stand-in tensors take their time
+
 # The slow ones are the product of ZeRO's stages and ZeRO-R's options, and of schedules, layouts and architectures.
+BF16: dict[str, Any] = {"precision": "bf16", "grad_dtype": "bf16"}
 CASES = [
-    Case(dp=2, tp=2, zero=2, recompute="full", pa=True, host=True, md=True, precision="bf16", grad_dtype="bf16"),
+    Case(dp=2, tp=2, zero=2, recompute="full", pa=True, host=True, md=True, model=SHALLOW, **BF16),
     Case(pp=2, dp=2, zero=3, recompute="selective", model=LLAMA, micro_batches=3),
-    Case(dp=3, zero=2, micro_batches=3, batch=8, micro_batch_size=1),
-    Case(cp=3, zero=3, model=LLAMA, recompute="selective"),
-    Case(dp=2, zero=2, precision="bf16", micro_batches=3, offload=0.7),
+    Case(dp=3, zero=2, micro_batches=3, batch=8, micro_batch_size=1, model=SHALLOW),
+    Case(cp=3, zero=3, model=replace(LLAMA, num_layers=2), recompute="selective"),
+    Case(dp=2, zero=2, precision="bf16", micro_batches=3, model=SHALLOW, offload=0.7),
     Case(tp=2, sp=True, ep=2, etp=1, zero=2, model=EXPERTS, recompute="full", micro_batches=3),
 ]
 SLOW = [
