@@ -1,6 +1,6 @@
 """Report the largest model of one device by plan, with states on the device and in host memory.
 
-    python -m benchmarks.reports.offload          # writes the table of docs/results/memory.md
+python -m benchmarks.reports.offload          # writes the table of docs/results/memory.md
 """
 
 from __future__ import annotations
