@@ -216,3 +216,14 @@ def test_both_stages_update_a_tied_table_in_the_same_place() -> None:
             assert spec.tied and spec.units[spec.tied].on_host is expected
             names = [name_of(op) for op in step.gradients if isinstance(op, (SumTied, StoreGradient))]
             assert names == [f"SumTied {spec.tied}", *([f"StoreGradient {spec.tied}"] if expected else [])]
+
+
+@pytest.mark.parametrize(
+    ("dp", "zero", "reductions"), [(1, 0, 1), (1, 2, 3), (2, 0, 1), (2, 1, 1), (2, 2, 3), (2, 3, 3)]
+)
+def test_bytes_of_copies_by_the_formula_of_the_docs(dp: int, zero: int, reductions: int) -> None:
+    """A step of three micro-batches: gradients down, up again for each further reduction; 16-bit weights up."""
+    case = case_of(dp=dp, zero=zero, precision="bf16", offload=1.0)
+    spec, _ = planned(case)
+    owned = sum(unit.numel for unit in spec.units.values()) // (dp if zero else 1)
+    assert estimate(*case.resolved()).traffic["pcie"] == (4 * (2 * reductions - 1) + 2) * owned
