@@ -28,6 +28,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
 from megazero.plan.layout.parameters import LocalBlock
 from megazero.plan.layout.topology import Layout
+from tests.helpers.small import round_moments_
 
 
 def initial_weights(config: Config) -> dict[str, torch.Tensor]:
@@ -263,6 +264,8 @@ class Balance(NamedTuple):
         entropy: of the probabilities in nats, the mean over tokens and layers.
         dropped: the share of the choices that no expert has room for.
         aux_loss, z_loss: without their factors, the mean over samples by their targets, and over layers.
+        margin: least difference of a token's logits of a chosen and of another expert, over the root mean square of
+            the layer's logits.
     """
 
     choices: tuple[tuple[int, ...], ...]
@@ -270,6 +273,7 @@ class Balance(NamedTuple):
     dropped: float
     aux_loss: float
     z_loss: float
+    margin: float
 
 
 def sample_losses(choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,7 +298,16 @@ def balance(choices: list[Choice], targets: torch.Tensor) -> Balance:
         float(torch.stack(entropy).mean()),
         1 - float(torch.stack([each.kept[real] for each in choices]).mean()),
         *(float(torch.stack([weight @ each[i] for each in losses]).mean()) for i in range(2)),
+        min(margin(choice) for choice in choices),
     )
+
+
+def margin(choice: Choice) -> float:
+    """See `Balance`."""
+    logits, experts, _ = choice
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, experts, True)
+    least, most = logits.masked_fill(~chosen, torch.inf).amin(-1), logits.masked_fill(chosen, -torch.inf).amax(-1)
+    return float((least - most).min() / logits.square().mean().sqrt())
 
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -330,15 +343,15 @@ class Muon:
 
     def __init__(self, config: Config, weights: Weights) -> None:
         self.config, self.weights = config.optimizer, weights
-        self.momenta = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.moments = {name: torch.zeros_like(w) for name, w in weights.items()}
 
     @torch.no_grad()
     def step(self) -> None:
         o = self.config
         for name, w in self.weights.items():
             assert w.grad is not None
-            self.momenta[name] = o.muon_momentum * self.momenta[name] + (1 - o.muon_momentum) * w.grad
-            ahead = o.muon_momentum * self.momenta[name] + (1 - o.muon_momentum) * w.grad
+            self.moments[name] = o.muon_momentum * self.moments[name] + (1 - o.muon_momentum) * w.grad
+            ahead = o.muon_momentum * self.moments[name] + (1 - o.muon_momentum) * w.grad
             for weight, direction in zip(matrices(name, w), matrices(name, ahead), strict=True):
                 m = direction.flatten(0, -2)
                 x = m / m.norm().clamp(min=1e-7)
@@ -420,4 +433,8 @@ def train(
         losses.append(loss.item())
         optimizer.step()
         other.step()
+        for name, weight in trained.items():
+            state = optimizer.state.get(weight, {})
+            moments = [other.moments[name]] if name in moved else [state["exp_avg"], state["exp_avg_sq"]]
+            round_moments_(moments, config, name, step + 1)
     return losses, norms

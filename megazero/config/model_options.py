@@ -311,6 +311,14 @@ class OptimizerConfig:
     such as 0.02."""
     muon_num_ns_steps: Annotated[int, Bounds(1, 100, "5 are usual, and 10 are nearly exact")] = 5
     """--optimizer muon: Newton-Schulz iterations of an update."""
+    adam_moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Precision of the moments, which are rounded at random: AdamW's two, and the one of Lion and Muon. bf16: 2 bytes
+    each. int8: 1 byte, and one for the common exponent of 32 neighbours in a row. Moments of norms, biases and matrices
+    whose width is no multiple of 32 stay fp32. In checkpoints all are fp32, so a run may resume with another."""
+    master_weights: Literal["fp32", "split"] = "fp32"
+    """--precision bf16: form of the fp32 weights that are updated. fp32: 4 bytes. split: the 2 bytes that the bf16
+    weights lack. The values are the same, but weights in the middle between two bf16 numbers are rounded away from 0
+    rather than to the even one."""
     lr: LearningRate = 3e-4
     """Peak learning rate."""
     min_lr: LearningRate = 0.0
@@ -349,7 +357,7 @@ class OptimizerConfig:
 
     @property
     def rules(self) -> Optimizer:
-        return OPTIMIZERS[self.optimizer]
+        return OPTIMIZERS[self.optimizer]._replace(moments=self.adam_moments, master_weights=self.master_weights)
 
     @property
     def offload(self) -> float:

@@ -5,9 +5,14 @@ Memory, traffic, time, checkpoints and ZeRO read them here.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import NamedTuple
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}  # of a number, by --precision or --grad-dtype
+BLOCK = 32  # neighbours in a row of a weight, whose int8 states share an exponent
+SMALL_BYTES = {"bf16": Fraction(2), "int8": 1 + Fraction(1, BLOCK)}
+TOGETHER = 1 << 20  # elements whose small states are wide at once, while they are updated
+ROUNDING_BYTES = 32  # per element: buffers in which numbers are rounded at random
 
 
 class State(NamedTuple):
@@ -15,11 +20,17 @@ class State(NamedTuple):
 
     Attributes:
         name: prefix of a weight's name in a checkpoint: "exp_avg.blocks.3.mlp.up.weight".
-        precision: None: that of the master weights.
+        precision: bf16, or int8 in blocks (`optim.small`); None: that of the master weights.
+        positive: no number is negative, and one above 0 is never rounded to 0, because updates divide by it.
     """
 
     name: str
     precision: str | None = None
+    positive: bool = False
+
+    def num_bytes(self, master: int) -> Fraction:
+        """Return the bytes of an element, whose master weight has `master` bytes."""
+        return SMALL_BYTES[self.precision] if self.precision else Fraction(master)
 
 
 class UpdateRule(NamedTuple):
@@ -34,11 +45,32 @@ class UpdateRule(NamedTuple):
     states: tuple[State, ...]
     whole_matrices: bool = False
 
-    def state_bytes(self, master: int) -> int:
-        """Return the bytes of all states of an element, whose master weight has `master` bytes."""
-        return sum(BYTES[state.precision] if state.precision else master for state in self.states)
+    def small(self, precision: str) -> UpdateRule:
+        """Return the rule with states of this precision."""
+        return self._replace(states=tuple(state._replace(precision=precision) for state in self.states))
 
-    def update_bytes(self, master: int) -> int:
+    @property
+    def is_small(self) -> bool:
+        return any(state.precision for state in self.states)
+
+    def scratch_bytes(self, numel: int, master: int, splits: bool) -> int:
+        """Return the bytes of buffers in which `numel` elements are updated, besides those of whole matrices.
+
+        Args:
+            master: bytes of a master weight.
+            splits: master weights are split.
+        """
+        together = numel if self.whole_matrices else min(numel, TOGETHER)
+        each = master * splits
+        if self.is_small:
+            each += master * len(self.states) + ROUNDING_BYTES
+        return each * together
+
+    def state_bytes(self, master: int) -> Fraction:
+        """Return the bytes of all states of an element, whose master weight has `master` bytes."""
+        return sum((state.num_bytes(master) for state in self.states), Fraction(0))
+
+    def update_bytes(self, master: int) -> Fraction:
         """Return the bytes that an update reads and writes per element; of the gradient, those that it reads."""
         return 3 * master + 2 * self.state_bytes(master)
 
@@ -49,26 +81,47 @@ class Optimizer(NamedTuple):
     Attributes:
         matrices: rule of the matrices inside blocks, as their layers declare them; experts are matrices of their own.
         others: rule of tables, head, norms, biases and routers.
+        moments: precision of the states of weights in whole blocks (`ParamSpec.blocked`); fp32: that of master weights.
+        master_weights: fp32, or split: the bf16 compute weights have their upper bits.
     """
 
     matrices: UpdateRule
     others: UpdateRule
+    moments: str = "fp32"
+    master_weights: str = "fp32"
 
     @property
     def rules(self) -> tuple[UpdateRule, ...]:
         """Each rule once."""
-        return tuple(dict.fromkeys((self.matrices, self.others)))
+        both = True, False
+        return tuple(dict.fromkeys(self.rule(is_matrix, blocked) for is_matrix in both for blocked in both))
 
-    def rule(self, is_matrix: bool) -> UpdateRule:
-        return self.matrices if is_matrix else self.others
+    def rule(self, is_matrix: bool, blocked: bool) -> UpdateRule:
+        """Return the rule of a weight: whether it is a matrix inside a block, and whether its rows are whole blocks."""
+        rule = self.matrices if is_matrix else self.others
+        return rule.small(self.moments) if blocked and self.moments != "fp32" else rule
 
     @property
     def states(self) -> tuple[State, ...]:
-        """Each state once."""
-        return tuple(dict.fromkeys(state for rule in self.rules for state in rule.states))
+        """Each state once, of weights that are not in whole blocks."""
+        return tuple(dict.fromkeys(state for rule in (self.matrices, self.others) for state in rule.states))
+
+    @property
+    def splits(self) -> bool:
+        return self.master_weights == "split"
+
+    def master_bytes(self, weights: int, master: int) -> int:
+        """Return the bytes of an element of master weights on the device, besides those of the compute weights.
+
+        Args:
+            weights, master: bytes of an element.
+        """
+        if self.splits:
+            return master - weights
+        return master if master != weights else 0  # else master weights are the compute weights themselves
 
 
-ADAMW = UpdateRule("adamw", (State("exp_avg"), State("exp_avg_sq")))
+ADAMW = UpdateRule("adamw", (State("exp_avg"), State("exp_avg_sq", positive=True)))
 LION = UpdateRule("lion", (State("direction"),))
 MUON = UpdateRule("muon", (State("momentum"),), whole_matrices=True)
 OPTIMIZERS = {"adamw": Optimizer(ADAMW, ADAMW), "lion": Optimizer(LION, LION), "muon": Optimizer(MUON, ADAMW)}

@@ -106,6 +106,11 @@ def _check_precision_and_zero(config: Config) -> None:
         raise ValueError(f"--grad-dtype fp64 needs --precision fp64, and that is {precision}; use fp32, or change both")
     if precision == "fp64" and training.fused_kernels == "triton":
         raise ValueError("--fused-kernels triton with --precision fp64: there are no such kernels; use auto or eager")
+    if config.optimizer.master_weights == "split" and precision != "bf16":
+        raise ValueError(
+            f"--master-weights split with --precision {precision}: weights of bf16 alone are the upper bits of fp32 "
+            "ones; use --precision bf16, or --master-weights fp32"
+        )
     scale, least = training.initial_loss_scale, training.min_loss_scale
     if scale < least:
         raise ValueError(f"--initial-loss-scale {scale} is less than --min-loss-scale {least}; raise it")

@@ -33,25 +33,11 @@ from typing import NamedTuple
 import torch
 
 from megazero.kernels.eager import is_stand_in
+from megazero.kernels.hashing import FIRST_ROUND, GOLDEN, SECOND_ROUND, mix_, round_, scalars, signed
 from megazero.kernels.initial_values import seed_of
 
 CORE_ELEMENTS = 1 << 18  # of a mask that a core computes together. With fewer, calling torch takes most of the time
 GPU_ELEMENTS = 1 << 26  # few, large kernels with at most half a GB of scratch memory
-
-
-def _signed(value: int) -> int:
-    """Return the lowest 32 bits as an int32."""
-    return (value & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)
-
-
-def _scalars(*values: int) -> tuple[torch.Tensor, ...]:
-    """Return the lowest 32 bits of each as int32 scalars, which any device takes. Python numbers cost 2 us more."""
-    return torch.tensor([_signed(v) for v in values], dtype=torch.int32, device="cpu").unbind()
-
-
-(GOLDEN,) = _scalars(0x9E3779B1)  # 2^32 / the golden ratio: adjacent columns get distant hash inputs
-# Of lowbias32: a shift, a mask of the bits that it does not fill, an odd factor.
-FIRST_ROUND, SECOND_ROUND = _scalars(16, 0xFFFF, 0x7FEB352D), _scalars(15, 0x1FFFF, 0x846CA68B)
 
 
 class Rows(NamedTuple):
@@ -86,7 +72,7 @@ def eager(
     steps = torch.arange(columns, dtype=torch.int32, device=x.device).mul_(GOLDEN)
     # in fp64 the factor does not fit into 32 bits
     scale = struct.unpack("i", struct.pack("f", 1.0 if double else scale_of(probability)))
-    last, factor = _scalars(threshold_of(probability), *scale)
+    last, factor = scalars(threshold_of(probability), *scale)
     each = _rows_together(x)
     scratch = torch.empty(2, min(each, len(x)), columns, dtype=torch.int32, device=x.device)
     for at in range(0, len(x), each):
@@ -94,9 +80,9 @@ def eager(
         a, b = keys[:, part]
         bits, spare = scratch[:, : len(a)]
         torch.add(steps, a, out=bits)
-        _round_(bits, spare, *FIRST_ROUND).bitwise_xor_(b)
+        round_(bits, spare, *FIRST_ROUND).bitwise_xor_(b)
         # to 0 or 1, then to the bits of a float factor, because torch's kernels for bools are several times slower
-        _round_(bits, spare, *SECOND_ROUND).le_(last).mul_(factor)
+        round_(bits, spare, *SECOND_ROUND).le_(last).mul_(factor)
         torch.mul(x[part], bits.view(torch.float32), out=y[part])
     if double:
         out.mul_(scale_of(probability))
@@ -159,7 +145,7 @@ class Dropout:
 @functools.lru_cache(maxsize=1 << 12)  # the same in forward, recompute and backward
 def _segments(seed: int, layer: int, site: str, rows: tuple[Rows, ...]) -> tuple[Segment, ...]:
     keys = [seed_of(seed, "dropout", r.sample, layer, site) for r in rows]
-    return tuple(Segment(_signed(k), _signed(k >> 32), r.first, r.count) for k, r in zip(keys, rows, strict=True))
+    return tuple(Segment(signed(k), signed(k >> 32), r.first, r.count) for k, r in zip(keys, rows, strict=True))
 
 
 def _row_keys(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
@@ -168,21 +154,10 @@ def _row_keys(segments: Sequence[Segment], device: torch.device) -> torch.Tensor
     at = 0
     for s in segments:
         numbers = torch.arange(s.first, s.first + s.count, dtype=torch.int32, device=device)[:, None]
-        for half, out in zip(_scalars(s.low, s.high), keys[:, at : at + s.count], strict=True):
+        for half, out in zip(scalars(s.low, s.high), keys[:, at : at + s.count], strict=True):
             torch.bitwise_xor(numbers, half, out=out)
         at += s.count
-    spare = torch.empty_like(keys)
-    for constants in (FIRST_ROUND, SECOND_ROUND, FIRST_ROUND):
-        _round_(keys, spare, *constants)
-    return keys
-
-
-def _round_(
-    x: torch.Tensor, spare: torch.Tensor, shift: torch.Tensor, low: torch.Tensor, factor: torch.Tensor
-) -> torch.Tensor:
-    """x = (x ^ x >> shift) * factor, as if x were unsigned. `low` masks the bits that the shift does not fill."""
-    torch.bitwise_right_shift(x, shift, out=spare)
-    return x.bitwise_xor_(spare.bitwise_and_(low)).mul_(factor)
+    return mix_(keys, torch.empty_like(keys))
 
 
 def _rows_together(x: torch.Tensor) -> int:

@@ -53,7 +53,7 @@ class Products:
                 out.addmm_(dy.t(), x)
             else:
                 torch.mm(dy.t(), x, out=out)
-        elif x.device.type == "cpu":
+        elif x.device.type == "cpu" or x.element_size() > out.element_size():  # a router's factors are fp32
             write_or_add(dy.t() @ x, out, add)
         elif not self.in_place:  # 16-bit factors; the sum and the result are fp32
             write_or_add(torch.mm(dy.t(), x, out_dtype=out.dtype), out, add)

@@ -15,12 +15,14 @@ class StepParams(NamedTuple):
     Attributes:
         step: number of this update, from 1, for the bias correction. An fp32 scalar on the states' device.
         divisor: divides the gradients: loss scale / clipping factor. A scalar in the master weights' dtype; None: 1.
+        number: `step` as the host knows it.
     """
 
     config: OptimizerConfig
     lr: float
     step: torch.Tensor
     divisor: torch.Tensor | None = None
+    number: int = 0
 
 
 class UpdateFunction(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from megazero.config.optimizers import UpdateRule
@@ -73,16 +74,16 @@ class Rates(NamedTuple):
     weights: int
     gradients: int
     state: int
-    optimizer: int
-    host: int
-    update: int
+    optimizer: Fraction
+    host: Fraction
+    update: Fraction
 
     @classmethod
     def of(cls, config: Config, rule: UpdateRule) -> Rates:
         w, g = BYTES[config.training.precision], BYTES[config.training.grad_dtype]
         state = max(4, w)
-        states = rule.state_bytes(state) if config.trains else 0
-        masters = state if w != state else 0  # else master weights on the device are the weights themselves
+        states = rule.state_bytes(state) if config.trains else Fraction(0)
+        masters = config.optimizer.rules.master_bytes(w, state)
         return cls(w, g, state, masters + states, state + states + max(w, g), rule.update_bytes(state))
 
     @classmethod
@@ -90,7 +91,7 @@ class Rates(NamedTuple):
         """Return the rates of the rule that keeps least."""
         return min((cls.of(config, rule) for rule in config.optimizer.rules.rules), key=lambda rates: rates.optimizer)
 
-    def updated(self, clips: bool) -> int:
+    def updated(self, clips: bool) -> Fraction:
         """Return the bytes that a fused update moves: clipping also writes the gradient, narrower numbers are cast."""
         casts = [each + self.state for each in (self.gradients, self.weights) if each != self.state]
         return self.update + (self.state if clips else 0) + sum(casts)
@@ -99,7 +100,7 @@ class Rates(NamedTuple):
 class Share(NamedTuple):
     """A state of `each` bytes per element of a rank's units, sharded over `ranks` ranks; of `part` of the elements."""
 
-    each: int
+    each: int | Fraction
     ranks: int = 1
     part: float = 1.0
 
@@ -108,7 +109,8 @@ class Share(NamedTuple):
         return int(self.each * (numel // self.ranks) * self.part)
 
     def __str__(self) -> str:
-        each = f"{self.each} Psi / {self.ranks}" if self.ranks > 1 else f"{self.each} Psi"
+        each = f"{float(self.each):g} Psi"
+        each = f"{each} / {self.ranks}" if self.ranks > 1 else each
         return each if self.part == 1 else f"{self.part:g} x {each}"
 
 
@@ -335,8 +337,8 @@ class StepSizes:
         if len(self.by_rule) == 1:
             return {rules.others: owned.numel // parts}
         found = dict.fromkeys(rules.rules, 0)
-        for is_matrix, part in flat.by_rule(owned):
-            found[rules.rule(is_matrix)] += part.numel
+        for kind, part in flat.by_rule(owned):
+            found[rules.rule(*kind)] += part.numel
         return {rule: numel // parts for rule, numel in found.items()}
 
     def owned(self, unit: str) -> int:
@@ -362,7 +364,7 @@ class StepSizes:
     def updated(self, unit: str) -> int:
         """Return the bytes that the optimizer reads and writes to update a unit."""
         clips = bool(self.config.optimizer.clip_grad)
-        return sum(self.by_rule[rule].updated(clips) * n for rule, n in self.owned_by_rule(unit).items())
+        return int(sum(self.by_rule[rule].updated(clips) * n for rule, n in self.owned_by_rule(unit).items()))
 
     def at_rest(self) -> dict[str, int]:
         """Return the bytes held between steps, by kind."""
@@ -374,7 +376,7 @@ class StepSizes:
             on_host = self.spec.units[unit].on_host
             for rule, n in self.owned_by_rule(unit).items():
                 rates = self.by_rule[rule]
-                found["host" if on_host else "optimizer"] += n * (rates.host if on_host else rates.optimizer)
+                found["host" if on_host else "optimizer"] += int(n * (rates.host if on_host else rates.optimizer))
         return found
 
     def buffers_at_rest(self, arena_numel: int, needs_staging_buffer: bool) -> int:
@@ -451,6 +453,11 @@ class StepSizes:
         """Return the bytes of an update's buffers."""
         found = [each.working(self.parts_of(each)) for each in self.matrices(unit)]
         return max(found, default=0) * self.product_bytes
+
+    def scratch(self, unit: str) -> int:
+        """Return the bytes of the buffers in which an update has small states and split master weights wide."""
+        state, splits = self.rates.state, self.config.optimizer.rules.splits
+        return max(rule.scratch_bytes(n, state, splits) for rule, n in self.owned_by_rule(unit).items())
 
     def parts_of(self, matrices: Matrices) -> int:
         """Return the number of ranks that have parts of each."""

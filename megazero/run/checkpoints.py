@@ -187,11 +187,11 @@ class Checkpoints:
         check_data(path, state, self.config, self.fingerprints, self.split_by_tokens)
         ours = self.config.optimizer
         same = state.optimizer == ours.optimizer
-        self._load_shards(path, self.engine.shards() if same else self._weights(), partial=not same)
+        shards = self.engine.shards() if same else self._weights()
+        self._load_shards(path, shards, partial=not same)
         updates = state.updates if same else 0
-        self.engine.load_state_dict(
-            {"updates": updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
-        )
+        found = {"updates": updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
+        self.engine.load_state_dict(found, shards)
         if not same:
             anew = ", ".join(each.name for each in ours.rules.states)
             log.info(f"--optimizer {ours.optimizer} begins with the weights that {state.optimizer} left: {anew} are 0")
@@ -205,8 +205,9 @@ class Checkpoints:
 
     def _load_weights(self, path: Path, expert_biases: Mapping[str, list[float]]) -> None:
         """Load the weights alone, with the biases of experts; optimizer states stay fresh."""
-        self._load_shards(path, self._weights(), partial=True)
-        self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": expert_biases})
+        weights = self._weights()
+        self._load_shards(path, weights, partial=True)
+        self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": expert_biases}, weights)
 
     def _weights(self) -> dict[str, LocalShard]:
         return {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}

@@ -39,6 +39,7 @@ from megazero.step.interpreter import Compute, Interpreter
 from megazero.step.memory_report import is_out_of_memory, memory_report
 from megazero.step.optimization import LossScale, clip_factor, learning_rate
 from megazero.zero.flat_unit import ZeroOptions
+from megazero.zero.optimizer_shard import state_name
 from megazero.zero.zero import Zero
 
 
@@ -140,6 +141,7 @@ class Engine:
             config.trains,
             config.optimizer.rules,
             config.zero.poison_buffers,
+            config.training.seed,
         )
 
     def _kept_inputs(self, activation: ActivationSpec) -> KeptInputs | None:
@@ -252,7 +254,7 @@ class Engine:
             device = torch.device("cpu") if on_host else self.mesh.device
             number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=device)
             by = None if divisor == 1.0 else torch.full_like(number, divisor, dtype=self.zero.options.master_dtype)
-            found[on_host] = StepParams(self.config.optimizer, lr, number, by)
+            found[on_host] = StepParams(self.config.optimizer, lr, number, by, self.updates + 1)
         return found
 
     def begin(self) -> None:
@@ -372,13 +374,13 @@ class Engine:
     def shards(self) -> dict[str, LocalShard]:
         """Return this rank's master weights, as `model.NAME`, and optimizer states, under global names.
 
-        A checkpoint reads the engine's own tensors, or fills them before `load_state_dict`.
+        A checkpoint reads them, or fills them before `load_state_dict`. They are the engine's own tensors, or copies in
+        host memory of numbers in a small form.
         """
         found = {}
         for part, states in self.zero.owned_states():
             for state, data in states.items():
-                prefix = "model" if state == "master" else state
-                found[f"{prefix}.{part.spec.name}"] = LocalShard(
+                found[state_name(state, part.spec.name)] = LocalShard(
                     part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data
                 )
         return found
@@ -388,9 +390,10 @@ class Engine:
         scale = asdict(self.scale) if self.scale else None
         return {"updates": self.updates, "loss_scale": scale, "expert_biases": self.routers.state_dict(self.mesh)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], shards: Mapping[str, LocalShard]) -> None:
         """Resume from a checkpoint whose tensors have been read into `shards`. All ranks call this."""
         self.wait()
+        self.zero.load_states({name: shard.data for name, shard in shards.items()}, state["updates"])
         self.zero.sync_params()
         self.updates = state["updates"]
         self.routers.load_state_dict(state["expert_biases"])

@@ -36,6 +36,7 @@ class ZeroOptions:
     trains: bool = True  # False: no gradients and no optimizer states
     optimizer: Optimizer = OPTIMIZERS["adamw"]
     poison: bool = False  # fill memory that must not be read with NaN: --poison
+    seed: int = 0
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -117,7 +118,11 @@ class FlatUnit:
         """Divide the owned range into parts with the same rule. Every rule has a part, possibly empty."""
         if len(optimizer.rules) == 1:
             return [(optimizer.others, Range(0, self.owned.numel))]
-        parts = [(optimizer.rule(is_matrix), part) for is_matrix, part in self.layout.by_rule(self.owned)]
+        parts: list[tuple[UpdateRule, Range]] = []
+        for kind, part in self.layout.by_rule(self.owned):
+            rule = optimizer.rule(*kind)
+            joins = bool(parts) and parts[-1][0] == rule
+            parts.append((rule, Range(parts.pop()[1].start if joins else part.start, part.stop)))
         return parts + [(rule, Range(0, 0)) for rule in optimizer.rules if rule not in dict(parts)]
 
     def matrices(self, part: Range) -> list[OwnedMatrices]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
 from megazero.comm.mesh.collectives import Pending
-from megazero.config.optimizers import UpdateRule
-from megazero.model.layers.context import DTYPES
+from megazero.config.optimizers import TOGETHER, UpdateRule
+from megazero.kernels.noise import Noise, NoisePiece
+from megazero.optim.muon import OwnedMatrices
+from megazero.optim.small import Kept, SplitMaster, Wide, kept, round_away
 from megazero.optim.step import StepParams
 from megazero.optim.updates import MATRIX_UPDATES, UPDATES
 from megazero.plan.layout.flat_layout import Range
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
 from megazero.zero.host_buffer import HostBuffer
 from megazero.zero.reduce_scatter import Buffer
+
+LOWER = 0xFFFF  # half of an int32
 
 
 class RuledPart(NamedTuple):
@@ -23,17 +28,34 @@ class RuledPart(NamedTuple):
     Attributes:
         owned: the part, counted from the start of the owned range.
         states: in the order of the rule's; [n] each, [0] in a run that does not train.
+        matrices: of a rule of whole matrices.
+        noise: bits for rounding, if states are small.
     """
 
     rule: UpdateRule
     owned: Range
-    states: tuple[torch.Tensor, ...]
+    states: tuple[Kept, ...]
+    matrices: list[OwnedMatrices]
+    noise: Noise | None
+
+    def bits(self, part: Range, update: int) -> list[torch.Tensor | None]:
+        """Return random bits for each state, of elements counted from the start of the owned range."""
+        if self.noise is None:
+            return [None] * len(self.states)
+        both = self.noise.bits(self.within(part), update)
+        halves = both >> 16 & LOWER, both & LOWER
+        return [halves[number % 2] for number, _ in enumerate(self.states)]
+
+    def within(self, part: Range) -> Range:
+        return part.within(self.owned)
 
 
 class OptimizerShard:
     """Master weights and states of one unit, in fp32 (fp64 with --precision fp64), on the device or in host memory.
 
-    master  [owned]  updated by the optimizer; on the device, the same tensor as sharded weights that are as wide
+    Attributes:
+        master: [owned], updated by the optimizer; on the device, the same tensor as sharded weights that are as wide.
+            Split ones have their upper bits in the sharded weights.
     """
 
     def __init__(
@@ -46,26 +68,29 @@ class OptimizerShard:
             host: memory of a unit with states in host memory.
         """
         self.unit, self.options, self.weights, self.host = unit, options, weights, host
-        dtype, optimizer = options.master_dtype, options.optimizer
-        device = options.mesh.device if host is None else torch.device("cpu")
-        copies = host is not None or weights.dtype != dtype
-        self.master = torch.zeros(unit.owned.numel, dtype=dtype, device=device) if copies else weights
-        self.parts = [
-            RuledPart(rule, part, self._states(rule, part.numel if options.trains else 0))
-            for rule, part in unit.by_rule(optimizer)
-        ]
-        ruled = [(rule, self.unit.matrices(part)) for rule, part, _ in self.parts]
-        self.matrices = [each if rule.whole_matrices else [] for rule, each in ruled]
-        self.product_dtype = weights.dtype if weights.dtype == torch.bfloat16 else dtype
+        self.dtype, self.device = options.master_dtype, options.mesh.device if host is None else torch.device("cpu")
+        copies, splits = host is not None or weights.dtype != self.dtype, options.optimizer.splits and host is None
+        wide = weights.new_zeros(0 if splits else len(weights), dtype=self.dtype, device=self.device)
+        self.master: Kept = SplitMaster(weights) if splits else Wide(wide if copies else weights)
+        self.parts = [self._part(rule, part) for rule, part in unit.by_rule(options.optimizer)]
+        self.product_dtype = weights.dtype if weights.dtype == torch.bfloat16 else self.dtype
         held = self.master.nbytes * copies + sum(state.nbytes for part in self.parts for state in part.states)
         self.allocation = options.tracker.allocate("optimizer" if host is None else "host", held)
         for owned in unit.owned_parts():
-            self.master[owned.owned.slice()] = owned.weight.initial(owned.start, owned.stop).to(device)
+            self.master.write(owned.owned.slice(), owned.weight.initial(owned.start, owned.stop).to(self.device), None)
         self.cast()
 
-    def _states(self, rule: UpdateRule, numel: int) -> tuple[torch.Tensor, ...]:
-        dtypes = [DTYPES[state.precision] if state.precision else self.master.dtype for state in rule.states]
-        return tuple(torch.zeros(numel, dtype=dtype, device=self.master.device) for dtype in dtypes)
+    def _part(self, rule: UpdateRule, part: Range) -> RuledPart:
+        numel, noise = part.numel if self.options.trains else 0, None
+        states = tuple(kept(state, numel, self.dtype, self.device) for state in rule.states)
+        if rule.is_small:
+            pieces = [
+                NoisePiece(owned.spec, owned.block, owned.start, owned.owned.within(part))
+                for owned in self.unit.owned_parts()
+                if owned.spec.blocked
+            ]
+            noise = Noise(self.options.seed, pieces, self.device)
+        return RuledPart(rule, part, states, self.unit.matrices(part) if rule.whole_matrices else [], noise)
 
     def step(self, params: StepParams, gradient: Buffer) -> None:
         """Update the master weights, free the reduced gradient, and cast the weights.
@@ -74,29 +99,52 @@ class OptimizerShard:
             params: with tensors in the place of the states.
         """
         self.options.mesh.in_flight.check(f"the update of {self.unit.name}", writes=[self.weights])
-        values, wide = gradient.data, gradient.data.dtype == self.master.dtype
-        tracker, kind = self.options.tracker, "buffers" if self.host is None else "host"
-        widened = tracker.allocate(kind, 0 if wide else self.master.nbytes)
-        largest = max((each.working for several in self.matrices for each in several), default=0)
-        working = tracker.allocate(kind, largest * self.product_dtype.itemsize)
-        values = values.to(self.master.dtype)
-        for (rule, part, states), matrices in zip(self.parts, self.matrices, strict=True):
-            arguments = self.master[part.slice()], values[part.slice()], states, self.unit.decayed.within(part).numel
-            if rule.whole_matrices:
-                MATRIX_UPDATES[rule.name](params, *arguments, matrices, self.product_dtype)
-            else:
-                UPDATES[rule.name](params, *arguments)
-        widened.end()
-        working.end()
-        gradient.allocation.end()
+        values, wide = gradient.data, gradient.data.dtype == self.dtype
+        widened = 0 if wide else len(values) * self.dtype.itemsize
+        largest = max((found.working for part in self.parts for found in part.matrices), default=0)
+        scratch = max(map(self._scratch, self.options.optimizer.rules))
+        temporary = widened + largest * self.product_dtype.itemsize + scratch
+        allocation = self.options.tracker.allocate("buffers" if self.host is None else "host", temporary)
+        values = values.to(self.dtype)
+        for part in self.parts:
+            for piece in self._pieces(part):
+                self._update(params, part, piece, values[piece.slice()])
         self.cast()
+        allocation.end()
+        gradient.allocation.end()
+
+    def _scratch(self, rule: UpdateRule) -> int:
+        numel = sum(part.owned.numel for part in self.parts if part.rule == rule)
+        return rule.scratch_bytes(numel, self.dtype.itemsize, self.options.optimizer.splits)
+
+    def _pieces(self, part: RuledPart) -> list[Range]:
+        """Divide a part if its numbers have to be made wide."""
+        small = part.noise is not None or not isinstance(self.master, Wide)
+        return [part.owned] if part.rule.whole_matrices or not small else _cut(part.owned)
+
+    def _update(self, params: StepParams, part: RuledPart, piece: Range, gradient: torch.Tensor) -> None:
+        """Update elements `piece` of the owned range."""
+        at, within = piece.slice(), part.within(piece).slice()
+        master, states = self.master.read(at), tuple(state.read(within) for state in part.states)
+        arguments = master, gradient, states, self.unit.decayed.within(piece).numel
+        if part.rule.whole_matrices:
+            MATRIX_UPDATES[part.rule.name](params, *arguments, part.matrices, self.product_dtype)
+        else:
+            UPDATES[part.rule.name](params, *arguments)
+        self.master.write(at, master, None)
+        for state, numbers, bits in zip(part.states, states, part.bits(piece, params.number), strict=True):
+            state.write(within, numbers, bits)
 
     def cast(self) -> None:
         """Copy the master weights to this rank's compute weights; on the host, to the source of `start_fetch`."""
-        if self.host is not None:
-            self.host.weights.copy_(self.master)
-        elif self.master is not self.weights:
-            self.weights.copy_(self.master)
+        target = self.weights if self.host is None else self.host.weights
+        if not isinstance(self.master, Wide) or self.master.data is target:
+            return
+        if not self.options.optimizer.splits:
+            target.copy_(self.master.data)
+            return
+        for piece in _cut(Range(0, len(target))):
+            round_away(self.master.data[piece.slice()], target[piece.slice()])
 
     def start_fetch(self) -> Pending:
         """Copy the weights that the host has updated to the device."""
@@ -104,13 +152,51 @@ class OptimizerShard:
             return Pending()
         return Pending(then=self.host.link.start_fetch(self.host.weights, self.weights).wait)
 
-    def state(self, part: OwnedPart) -> dict[str, torch.Tensor]:
-        """Return the tensors of a part in a checkpoint, [stop - start] each; no states if the run does not train."""
-        found = {"master": self.master[part.owned.slice()]}
+    def _kept(self, part: OwnedPart) -> Iterator[tuple[str, Kept, Range, RuledPart | None]]:
+        """Yield the name, the numbers and the place in them of each state of a part, and the rule's part."""
+        yield "master", self.master, part.owned, None
         if not self.options.trains:
-            return found
-        rule = self.options.optimizer.rule(part.spec.matrices is not None)
-        mine = ((ruled, states) for each, ruled, states in self.parts if each == rule)
-        ruled, states = next(both for both in mine if part.owned.within(both[0]).numel == part.owned.numel)
-        inner = part.owned.within(ruled)
-        return found | {kept.name: data[inner.slice()] for kept, data in zip(rule.states, states, strict=True)}
+            return
+        rule = self.options.optimizer.rule(part.spec.matrices is not None, part.spec.blocked)
+        mine = (each for each in self.parts if each.rule == rule)
+        ruled = next(each for each in mine if each.within(part.owned).numel == part.owned.numel)
+        for state, numbers in zip(rule.states, ruled.states, strict=True):
+            yield state.name, numbers, ruled.within(part.owned), ruled
+
+    def state(self, part: OwnedPart) -> dict[str, torch.Tensor]:
+        """Return the tensors of a part in a checkpoint, [stop - start] each; no states if the run does not train.
+
+        They are copies of numbers that are kept in another form.
+        """
+        return {name: numbers.read(place.slice()) for name, numbers, place, _ in self._kept(part)}
+
+    def saved(self, part: OwnedPart) -> dict[str, torch.Tensor]:
+        """Return `state`, with the copies in host memory."""
+        found = ((name, numbers, numbers.read(place.slice())) for name, numbers, place, _ in self._kept(part))
+        return {name: data if isinstance(numbers, Wide) else data.cpu() for name, numbers, data in found}
+
+    def load(self, part: OwnedPart, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
+        """Take over the copies that `saved` has returned and a checkpoint has filled.
+
+        Args:
+            tensors: by the names of `state_name`; those that are missing keep their numbers.
+            updates: of the run so far; they decide how numbers that have another form are rounded.
+        """
+        for name, numbers, place, ruled in self._kept(part):
+            data = tensors.get(state_name(name, part.spec.name))
+            if data is None or isinstance(numbers, Wide):
+                continue
+            for piece in _cut(place):
+                values = data[piece.start - place.start : piece.stop - place.start].to(self.device, self.dtype)
+                bits = ruled.noise.bits(piece, updates) & LOWER if ruled and ruled.noise else None
+                numbers.write(piece.slice(), values, bits)
+
+
+def state_name(state: str, weight: str) -> str:
+    """Return the name of a tensor in a checkpoint."""
+    return f"{'model' if state == 'master' else state}.{weight}"
+
+
+def _cut(whole: Range) -> list[Range]:
+    """Cut a range into ranges of at most TOGETHER elements."""
+    return [Range(at, min(at + TOGETHER, whole.stop)) for at in range(whole.start, whole.stop, TOGETHER)]

@@ -149,7 +149,16 @@ class Zero:
         return next((name for name in found if name is not None), None)
 
     def owned_states(self) -> Iterator[tuple[OwnedPart, dict[str, torch.Tensor]]]:
-        """Yield every part that this rank owns, with its tensors in a checkpoint: master weights and moments."""
+        """Yield every part that this rank owns, with its tensors in a checkpoint, by name: master weights and moments.
+
+        Tensors that the optimizer keeps in another form are copies in host memory.
+        """
         for unit in self.units.values():
             for part in unit.flat.owned_parts():
-                yield part, unit.optimizer.state(part)
+                yield part, unit.optimizer.saved(part)
+
+    def load_states(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
+        """Take over the numbers of tensors that `owned_states` yields. updates: so far, of the run."""
+        for unit in self.units.values():
+            for part in unit.flat.owned_parts():
+                unit.optimizer.load(part, tensors, updates)

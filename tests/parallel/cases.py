@@ -115,6 +115,8 @@ class Case(NamedTuple):
     graphs: bool = False
     targets: str = "most"
     optimizer: str = "adamw"
+    moments: str = "fp32"
+    masters: str = "fp32"
     offload: float = 0.0  # share of the elements with states in host memory
     micro_batch_size: int = 0  # 0: the batch is whole micro-batches, equally many on each replica
 
@@ -155,6 +157,8 @@ class Case(NamedTuple):
             (self.batch != 12, f"batch{self.batch}"),
             (self.micro_batch_size, f"by{self.micro_batch_size}"),
             (self.optimizer != "adamw", self.optimizer),
+            (self.moments != "fp32", f"moments-{self.moments}"),
+            (self.masters != "fp32", f"masters-{self.masters}"),
             (self.offload, f"offload{self.offload:g}"),
         ]
         changed = {n: v for n, v in vars(self.model).items() if v != getattr(MODEL, n) and n in NAMED}
@@ -183,6 +187,8 @@ class Case(NamedTuple):
                 optimizer=self.optimizer,
                 optimizer_cpu_offload=self.offload > 0,
                 optimizer_offload_fraction=self.offload or 1.0,
+                adam_moments=self.moments,
+                master_weights=self.masters,
             ),
             zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True, **dict(self.options)),
             activations=ActivationConfig(self.recompute, self.pa, self.host, self.md),

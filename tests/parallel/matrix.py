@@ -115,6 +115,13 @@ WITH_EXPERTS: Factors = {
     "targets": ("most", "last", "uneven"),
     "capacity": (0.0, 1.0, 0.5),
 }
+# On a GPU, in 16 bit too: all experts of a layer, so that rounding chooses no other ones.
+MIXTURES = {  # level -> levels of experts and division
+    "": ("", ""),
+    "all of 4": ("all of 4, gated", ""),
+    "all of 4, ep 2": ("all of 4, gated", "ep 2"),
+    "all of 4, whole": ("all of 4, gated", "whole"),
+}
 # The paths of a GPU, on the pretended one (tests/helpers/pretended_gpu): a matrix whose twin on a CPU is `FACTORS`.
 ON_GPU: Factors = {
     **dict.fromkeys(LAYOUT, (1, 2)),
@@ -132,6 +139,7 @@ ON_GPU: Factors = {
     **{name: FACTORS[name] for name in ("recompute", "pa", "host", "md", "sp", "dropout", "untied", "frozen")},
     "graphs": (False, True),
     "optimizer": ("adamw", "muon", *ON_HOST),
+    "mixture": tuple(MIXTURES),
 }
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
 FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "blocks.2.mlp.*", "blocks.3.norm*")
@@ -219,13 +227,24 @@ RULES = [
         lambda graphs, dropout: not graphs or not dropout,
         lambda graphs, reset: not graphs or not reset,
     )),
-    Rule("ep x etp divides the ranks of a stage", True, _divides),
+    Rule("a CUDA graph repeats its capture", True, lambda graphs, mixture: not graphs or not mixture),
+    Rule("experts have no biases", True, lambda mixture, architecture: not mixture or architecture != "gpt2"),
+    *(Rule("ep x etp divides the ranks of a stage", True, holds) for holds in (
+        _divides,
+        lambda mixture, dp, cp, tp: _divides(MIXTURES[mixture][1], dp, cp, tp),
+    )),
     Rule("5 experts on 2 ranks", True, _shares),
-    Rule("tensor-parallel ranks send their own tokens", True, lambda division, tp, sp: not division or tp == 1 or sp),
+    *(Rule("tensor-parallel ranks send their own tokens", True, holds) for holds in (
+        lambda division, tp, sp: not division or tp == 1 or sp,
+        lambda mixture, tp, sp: not MIXTURES[mixture][1] or tp == 1 or sp,
+    )),
     Rule("shards are whole copies of the experts", True, lambda zero_shard_size, division, tp: (
         not zero_shard_size or zero_shard_size * tp % _ranks(division, tp) == 0
     )),
-    Rule("one rank shares what one rank shares", False, lambda division, tp: DIVISIONS[division][1] != 1 or tp > 1),
+    *(Rule("one rank shares what one rank shares", False, holds) for holds in (
+        lambda division, tp: DIVISIONS[division][1] != 1 or tp > 1,
+        lambda mixture, tp: DIVISIONS[MIXTURES[mixture][1]][1] != 1 or tp > 1,
+    )),
     Rule("a replica has one padded micro-batch at most", False, lambda short, dp: short < dp * SAMPLES),
     *(Rule("a ring has blocks of keys, to which fused attention without windows attends", True, holds) for holds in (
         lambda exchange, cp: exchange != "ring" or cp > 1,
@@ -240,7 +259,21 @@ RULES = [
     Rule("no third type", False, lambda grad_dtype, precision: grad_dtype in ("fp32", precision)),
 ]  # fmt: skip
 # Factors of many rules; a rule has at most one factor besides these.
-SHARED = ("pp", "dp", "cp", "tp", "exchange", "division", "zero", "recompute", "sp", "schedule", "precision", "graphs")
+SHARED = (
+    "pp",
+    "dp",
+    "cp",
+    "tp",
+    "exchange",
+    "division",
+    "zero",
+    "recompute",
+    "sp",
+    "schedule",
+    "precision",
+    "graphs",
+    "mixture",
+)
 
 
 def case_of(choice: Choice) -> Case:
@@ -253,7 +286,8 @@ def case_of(choice: Choice) -> Case:
     on_gpu = choice["device"] != "cpu"
     layers = max(3 if on_gpu else MODEL.num_layers, stages + 1)
     frozen = FROZEN_ON_GPU if on_gpu else FROZEN if architecture == "gpt2" else FROZEN_ROTARY
-    ep, etp = DIVISIONS[choice.get("division", "")]
+    experts, division = MIXTURES[choice.get("mixture", "")]
+    ep, etp = DIVISIONS[choice.get("division", division)]
     flags = ("zero_shard_size", "zero_reduce_every", "zero_gather_every", "reduce_bucket_size", "overlap_comm")
     return Case(
         **{name: choice[name] for name in Case._fields if name in choice and name not in ("frozen", "optimizer")},
@@ -272,7 +306,7 @@ def case_of(choice: Choice) -> Case:
             seq_length=choice["seq_length"],
             **_options(choice["architecture"])
             | SCORES[choice["scores"]]
-            | EXPERTS.get(choice.get("experts", ""), {})
+            | EXPERTS.get(choice.get("experts", experts), {})
             | {"moe_expert_capacity_factor": choice.get("capacity", 0.0)}
             | dropout
             | {"untie_embeddings": choice["untied"]},

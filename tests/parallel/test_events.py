@@ -89,9 +89,9 @@ def arena_after_a_step(rank: int, case: Case, poison: bool) -> list[bool]:
     gathered: list[torch.Tensor] = []
     start = Axis.start_all_gather
 
-    def remembering(axis: Axis, part: torch.Tensor, out: torch.Tensor) -> Pending:
+    def remembering(axis: Axis, part: torch.Tensor, out: torch.Tensor, *others: Any) -> Pending:
         gathered.append(out.detach())
-        return start(axis, part, out)
+        return start(axis, part, out, *others)
 
     Axis.start_all_gather = remembering
     try:

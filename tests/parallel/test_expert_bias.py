@@ -85,8 +85,9 @@ def train_and_save(rank: int, case: Case, folder: Path) -> Found:
 def resume(rank: int, case: Case, path: Path) -> Found:
     engine = new_engine(rank, case)
     engine.wait()
-    checkpoint.load(path, engine.shards(), engine.mesh.host_group)
-    engine.load_state_dict(checkpoint.read_state(path))
+    shards = engine.shards()
+    checkpoint.load(path, shards, engine.mesh.host_group)
+    engine.load_state_dict(checkpoint.read_state(path), shards)
     return steps(engine, case, STOP, END)
 
 

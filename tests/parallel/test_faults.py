@@ -26,14 +26,13 @@ from tests.parallel.cases import Case, MicroBatch, micro_batches, new_engine, tr
 
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     """Everything that an update changes."""
-    units = engine.zero.units.values()
-    tensors = {
-        f"{u.name}.{i}": t
-        for u in units
-        for i, t in enumerate(
-            (u.optimizer.master, u.weights.sharded, *(state for part in u.optimizer.parts for state in part.states))
-        )
-    }
+    tensors = {}
+    for unit in engine.zero.units.values():
+        optimizer = unit.optimizer
+        kept = [(optimizer.master, unit.flat.owned.numel)]
+        kept += [(state, part.owned.numel) for part in optimizer.parts for state in part.states]
+        found = [unit.weights.sharded, *(numbers.read(slice(0, numel)) for numbers, numel in kept)]
+        tensors |= {f"{unit.name}.{i}": t for i, t in enumerate(found)}
     return {name: t.clone() for name, t in tensors.items()}
 
 

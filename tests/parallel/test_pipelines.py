@@ -143,8 +143,9 @@ def train_and_save(rank: int, case: Case, folder: Path) -> float:
 def load_and_train(rank: int, case: Case, path: Path) -> float:
     engine = new_engine(rank, case)
     engine.wait()
-    checkpoint.load(path, engine.shards(), engine.mesh.host_group)
-    engine.load_state_dict(checkpoint.read_state(path))
+    shards = engine.shards()
+    checkpoint.load(path, shards, engine.mesh.host_group)
+    engine.load_state_dict(checkpoint.read_state(path), shards)
     return engine.train_step(2, micro_batches(case, engine.mesh, 1)).loss
 
 

@@ -20,6 +20,7 @@ NUM_TOKENS = 9
 SEED = 77  # of the texts; not the default
 # The byte tokenizer's vocabulary; layers enough for a V, and weights that make other logits in every place.
 BYTES = replace(MODEL, vocab_size=257, num_layers=4, init_method_std=0.3)
+EXPERTS = replace(BYTES, architecture="llama", num_query_groups=2, num_experts=4, moe_ffn_hidden_size=24)
 
 
 def sampled(rank: int, case: Case, path: str) -> list[list[dict[str, str]]]:
@@ -55,6 +56,9 @@ def expected(case: Case) -> list[str]:
         Case(cp=2, batch=4, model=BYTES, precision="fp64"),
         Case(tp=2, cp=2, sp=True, zero=3, exchange="ring", model=BYTES, precision="fp64"),
         Case(pp=2, schedule="zero-bubble-v", chunks=2, recompute="full", model=BYTES, precision="fp64"),
+        Case(dp=2, ep=2, zero=3, model=EXPERTS, precision="fp64"),  # the second rank has one text, and padding
+        Case(tp=2, dp=2, sp=True, ep=4, etp=1, zero=2, micro_batches=1, model=EXPERTS, precision="fp64"),
+        Case(pp=2, cp=2, ep=2, batch=4, recompute="full", model=EXPERTS, precision="fp64"),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ import torch
 
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.optimizers import LION, OPTIMIZERS, State
-from megazero.optim.updates import UPDATES
+from megazero.optim.updates import MATRIX_UPDATES, UPDATES
 from megazero.plan.sizes import Rates
 from megazero.rehearse.saves import pretended_shards
 from megazero.step.engine import Engine
@@ -54,8 +54,9 @@ def test_lion_is_the_same_in_every_layout(ranks) -> None:
 
 def test_states_have_bytes_by_their_precision() -> None:
     assert LION._replace(states=(State("direction", "bf16"), State("second"))).state_bytes(4) == 6
-    assert OPTIMIZERS["muon"].states == (State("momentum"), State("exp_avg"), State("exp_avg_sq"))
+    assert OPTIMIZERS["muon"].states == (State("momentum"), State("exp_avg"), State("exp_avg_sq", positive=True))
 
 
 def test_every_rule_has_an_update() -> None:
-    assert {rule.name for optimizer in OPTIMIZERS.values() for rule in optimizer.rules} == UPDATES.keys()
+    rules = {rule.name for optimizer in OPTIMIZERS.values() for rule in optimizer.rules}
+    assert rules == UPDATES.keys() | MATRIX_UPDATES.keys()

@@ -50,7 +50,8 @@ COMING: set[str] = set()
 # 150: --moe-expert-capacity-factor, as in Megatron-LM, but by sample.
 # 154: --optimizer, and three --muon-*.
 # 156: --optimizer-cpu-offload and its fraction.
-NUM_OPTIONS = 156
+# 158: --adam-moments and --master-weights.
+NUM_OPTIONS = 158
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -342,6 +343,24 @@ def test_resolve_keeps_what_is_asked_for() -> None:
 # (options, ranks, vocabulary of the tokenizer, message)
 EXPERTS = {"architecture": "llama", "num_experts": 4}
 REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
+    ({"master_weights": "split"}, 1, 9, "--master-weights split with --precision fp32: .* use --precision bf16, or"),
+    ({"master_weights": "split", "precision": "fp16"}, 1, 9, "--master-weights split with --precision fp16: "),
+    (
+        {"adam_moments": "int8", "ffn_hidden_size": 352, "tensor_model_parallel_size": 2},
+        2,
+        9,
+        "--adam-moments int8 with --tensor-model-parallel-size 2: it cuts the 11 blocks of 32 columns of "
+        r"blocks\.0\.mlp\.down\.weight, .* of 1, or --adam-moments fp32",
+    ),
+    (
+        EXPERTS
+        | {"adam_moments": "bf16", "moe_ffn_hidden_size": 192, "ffn_hidden_size": 512, "sequence_parallel": True}
+        | {"tensor_model_parallel_size": 4},
+        4,
+        9,
+        "--adam-moments bf16 with --expert-tensor-parallel-size 4: it cuts the 6 blocks of 32 columns of "
+        r"blocks\.0\.mlp\.experts\.down\.weight, .* of 1, 2, or",
+    ),
     ({"precision": "fp64", "fused_kernels": "triton"}, 1, 9, "--fused-kernels triton with --precision fp64: there are"),
     ({"optimizer": "muon", "optimizer_cpu_offload": True}, 1, 9, "--optimizer-cpu-offload with --optimizer muon: its"),
     (

@@ -130,6 +130,8 @@ SEEN = {
     "cuda-graph-impl": "parallel/test_graphs.py",
     "weight-decay": "unit/test_optim.py",
     "optimizer": "parallel/test_muon.py",
+    "adam-moments": "unit/test_small_states.py",
+    "master-weights": "unit/test_small_states.py",
     "muon-momentum": "unit/test_muon.py",
     "muon-scale": "unit/test_muon.py",
     "muon-num-ns-steps": "unit/test_muon.py",

@@ -169,8 +169,8 @@ def test_matrices_are_cut_into_their_pieces() -> None:
     each, four = Matrices(1, 16, 16), Matrices(4, 5, 20)
     assert flat.pieces == [(0, four), (448, each), (704, each), (960, each), (1216, None), (1408, None)]
     assert all(isinstance(piece, FlatPiece) for piece in flat.pieces)
-    assert flat.by_rule(Range(704, 1472)) == [(True, (0, 512)), (False, (512, 768))]
-    assert flat.by_rule(Range(1216, 1536)) == [(False, (0, 320))] and flat.by_rule(Range(9, 9)) == []
+    assert flat.by_rule(Range(704, 1472)) == [((True, False), (0, 512)), ((False, False), (512, 768))]
+    assert flat.by_rule(Range(1216, 1536)) == [((False, False), (0, 320))] and flat.by_rule(Range(9, 9)) == []
     assert [flat.cost(r) for r in (Range(0, 704), Range(704, 1536))] == [4 * 5 * 5 * 20 + 16**3, 2 * 16**3]
 
 

@@ -58,6 +58,15 @@ def test_products_are_those_of_fp64(onednn: bool, dtype: torch.dtype, grad_dtype
         assert_sum(out, times * exact[0], times * exact[1], times * 21, arithmetic)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_gradient_may_be_narrower_than_its_factors(in_place: bool) -> None:
+    """A router's factors are fp32. No GPU multiplies them into 16 bits, and torch refuses it on stand-ins too."""
+    x, dy = (torch.ones(7, width, device="meta") for width in (20, 33))
+    out = torch.empty(33, 20, dtype=torch.bfloat16, device="meta")
+    for add in (False, True):
+        Products(in_place=in_place).weight_grad(x, dy, out, add)
+
+
 @needs_onednn
 def test_an_engine_uses_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     used = set()

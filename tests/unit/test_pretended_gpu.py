@@ -184,6 +184,21 @@ def test_members_that_issue_fewer_operations_are_found(ranks) -> None:
     ]
 
 
+def exchange_parts(rank: int, unequal: int) -> str:
+    ledger, sends, receives = Ledger(Findings()), ([4, 3], [7, 0])[rank], ([4, 7], [3 + unequal, 0])[rank]
+    try:
+        ledger.enter_parts("a", rank, sends, receives)
+    except UnmatchedOrder as error:
+        return str(error)
+    return ""
+
+
+def test_parts_of_an_exchange_have_as_many_rows_at_both_ends(ranks) -> None:
+    assert ranks(2).run(exchange_parts, 0) == ["", ""]
+    (said,) = filter(None, ranks(2).run(exchange_parts, 1))
+    assert "communicator a between 0 and 1 is an all-to-all of" in said and "4 rows up, 7 down" in said
+
+
 def captured(pool: object, *calls: Callable[[], object]) -> list[torch.cuda.CUDAGraph]:
     graphs = []
     for call in calls:

@@ -263,6 +263,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "trains": True,
         "optimizer": OPTIMIZERS["adamw"],
         "poison": True,
+        "seed": 77,
     },
     "Zero": {
         "options": As("Checkpoints.engine.zero.options"),

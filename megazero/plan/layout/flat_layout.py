@@ -104,6 +104,7 @@ class FlatParam(NamedTuple):
     summed: frozenset[str] = frozenset()  # axes that replicate it and sum its gradient
     pieces: int = 0  # of matrices: equal parts, between which an optimizer of whole matrices may cut it; 0: no matrix
     matrices: Matrices | None = None  # of each piece
+    blocked: bool = False  # rows are whole blocks of small states
 
     @property
     def section(self) -> tuple[bool, list[str], list[str]]:
@@ -135,15 +136,19 @@ class FlatLayout:
     sections: list[Section]
     decayed: Range
     matrices: list[Range]  # gaps included
+    blocked: list[Range]  # rows are whole blocks of small states; gaps included
     pieces: list[FlatPiece]
     numel: int
 
-    def by_rule(self, owned: Range) -> list[tuple[bool, Range]]:
-        """Divide a range into parts of matrices (True) and of other parameters, each counted from its start."""
-        inside = [r for r in (each.within(owned) for each in self.matrices) if r.numel]
-        edges = sorted({0, owned.numel, *(at for r in inside for at in r)})
+    def by_rule(self, owned: Range) -> list[tuple[tuple[bool, bool], Range]]:
+        """Divide a range into parts with (whether they are matrices, whether blocked), each counted from its start."""
+        kinds = [
+            [r for r in (each.within(owned) for each in ranges) if r.numel] for ranges in (self.matrices, self.blocked)
+        ]
+        edges = sorted({0, owned.numel, *(at for inside in kinds for r in inside for at in r)})
         parts = [Range(*each) for each in itertools.pairwise(edges)]
-        return [(any(r.start <= part.start < r.stop for r in inside), part) for part in parts]
+        is_matrix, blocked = ([any(r.start <= p.start < r.stop for r in inside) for p in parts] for inside in kinds)
+        return list(zip(zip(is_matrix, blocked, strict=True), parts, strict=True))
 
     def cost(self, owned: Range) -> int:
         """Return the cost of updating the matrices in a range, which begins and ends between pieces."""
@@ -224,6 +229,7 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     params = list(params)
     windows: dict[str, Range] = {}
     matrices: list[Range] = []
+    blocked: list[Range] = []
     pieces: list[FlatPiece] = []
     gaps: list[Range] = []
     sections: list[Section] = []
@@ -240,13 +246,13 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
                 pieces += _pieces(p, at)
                 at = gaps[-1].stop
                 matrices += [Range(windows[p.name].start, at)] if p.pieces else []
+                blocked += [Range(windows[p.name].start, at)] if p.blocked else []
             sections.append(Section(Range(start, at), frozenset(sharded), frozenset(summed)))
         decayed = at if decays else decayed
     numel = round_up(at, ALIGN * size)
     gaps.append(Range(at, numel))
-    return FlatLayout(
-        windows, [gap for gap in gaps if gap.numel], sections, Range(0, decayed), _joined(matrices), pieces, numel
-    )
+    gaps, ruled = [gap for gap in gaps if gap.numel], (_joined(matrices), _joined(blocked))
+    return FlatLayout(windows, gaps, sections, Range(0, decayed), *ruled, pieces, numel)
 
 
 def _pieces(p: FlatParam, at: int) -> list[FlatPiece]:

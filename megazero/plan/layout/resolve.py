@@ -8,6 +8,7 @@ import fnmatch
 
 from megazero.config.flags import as_flag
 from megazero.config.limits import divisors, shorten
+from megazero.config.optimizers import BLOCK
 from megazero.config.schema import ActivationConfig, Config, ParallelConfig
 from megazero.config.validate import check_values
 from megazero.plan.layout.dealing import dealt_multiple
@@ -73,10 +74,28 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
     model, activations = config.model, config.activations
     layout = replace(layout, split=layer_split(config, lambda: layer_costs(declare(model), model, activations)))
     check_block_runs(config, layout)
+    if config.optimizer.adam_moments != "fp32":
+        _check_blocks(config, layout, declare)
     if config.training.freeze_parameters:
         names = [spec.name for spec in declare(config.model).params()]
         _check_frozen(names, config.training.freeze_parameters)
     return config, layout
+
+
+def _check_blocks(config: Config, layout: Layout, declare: Declare) -> None:
+    """Refuse ranks that share a block of small moments."""
+    moments = f"--adam-moments {config.optimizer.adam_moments}"
+    for spec in declare(config.model, layout.tp).params():
+        axis = dict(spec.sharded).get(len(spec.shape) - 1)
+        if not spec.blocked or axis is None or spec.shape[-1] // layout.sizes[axis] % BLOCK == 0:
+            continue
+        blocks = spec.shape[-1] // BLOCK
+        flag = "tensor-model-parallel-size" if axis == "tp" else "expert-tensor-parallel-size"
+        sizes = ", ".join(str(n) for n in divisors(layout.sizes[axis]) if blocks % n == 0)
+        raise ValueError(
+            f"{moments} with --{flag} {layout.sizes[axis]}: it cuts the {blocks} blocks of {BLOCK} columns of "
+            f"{spec.name}, which have a common exponent; use a --{flag} of {sizes}, or --adam-moments fp32"
+        )
 
 
 def _check_ramp(config: Config) -> None:

@@ -389,7 +389,8 @@ class _Walk:
 
     def _update(self, op: Update) -> None:
         on_host = self.spec.units[op.unit].on_host
-        temporary = self.sizes.cast_gradients(op.unit) + self.sizes.working(op.unit)
+        sizes = self.sizes
+        temporary = sizes.cast_gradients(op.unit) + sizes.working(op.unit) + sizes.scratch(op.unit)
         self.tracker.allocate("host" if on_host else "buffers", temporary).end()
         if not on_host:
             self.allocations[op] = self.allocations.pop(("sharded", op.unit))

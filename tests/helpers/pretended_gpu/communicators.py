@@ -73,6 +73,14 @@ class Ledger:
                 f"{theirs} on rank {rank}"
             )
 
+    def enter_parts(self, communicator: str, member: int, sends: Sequence[int], receives: Sequence[int]) -> None:
+        """Note the rows of an all-to-all between this member and each other one, which must name the same numbers."""
+        for other, (sent, received) in enumerate(zip(sends, receives, strict=True)):
+            if other != member:
+                up, down = (sent, received) if member < other else (received, sent)
+                pair = f"{min(member, other)} and {max(member, other)}"
+                self.enter(f"{communicator} between {pair}", f"an all-to-all of {up} rows up, {down} down")
+
     def close(self) -> None:
         """Compare how many operations the members have issued; all ranks call this while they have a group."""
         if self._store is None or not dist.is_initialized():
@@ -125,6 +133,9 @@ class Communicators:
             pair = (group.rank(), args[2]) if name == "send" else (args[2], group.rank())
             what = f"a message {pair[0]} -> {pair[1]} of {given[0].numel()} x {given[0].dtype}, tag {args[3]}"
             communicator += "" if group.size() == 2 else f" between {min(pair)} and {max(pair)}"
+        if name == "all-to-all" and args[3]:  # parts of any sizes
+            what = f"{name} of {given[0].dtype}"
+            self.ledger.enter_parts(communicator, group.rank(), args[4], args[3])
         self.ledger.enter(communicator, what)
         if group.group_name not in self._lines:
             self._lines[group.group_name] = self.clocks.new_line(f"communicator {group.group_desc}")

@@ -1,0 +1,204 @@
+"""Moments in 16 and 8 bits, and split master weights: the same run in every layout, in fewer bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megazero import checkpoint
+from megazero.checkpoint.streaming import TensorReader
+from megazero.comm.mesh.mesh import Mesh
+from megazero.optim.small import Wide
+from megazero.step.engine import Engine
+from megazero.zero import optimizer_shard
+from megazero.zero.optimizer_shard import OptimizerShard
+from tests.helpers import small
+from tests.parallel.cases import MODEL, Case, Outcome, micro_batches, new_engine, train, train_on
+from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, relative_error
+
+# Rows of most matrices are whole blocks of 32; those of `odd` are not. A head's 32 columns, or 2 x 32 on a rank.
+WIDE = replace(MODEL, hidden_size=96, kv_channels=32, num_layers=2)
+LLAMA = replace(WIDE, architecture="llama", num_query_groups=2, ffn_hidden_size=192)
+EXPERTS = replace(
+    LLAMA,
+    num_experts=4,
+    moe_ffn_hidden_size=64,
+    moe_aux_loss_coeff=0.1,
+)
+
+
+def case_of(moments: str, **changes: object) -> Case:
+    return Case(moments=moments, **{"precision": "fp64", "model": WIDE, "micro_batches": 1} | changes)  # type: ignore[arg-type]
+
+
+CASES = [
+    case_of("int8"),
+    case_of("bf16"),
+    case_of("int8", optimizer="muon"),
+    case_of("bf16", dp=2, zero=1, micro_batches=2),
+    case_of("int8", dp=3, zero=3, model=LLAMA, options=(("reduce_bucket_size", 3000),)),
+    case_of("int8", dp=2, tp=2, zero=2, sp=True),
+    case_of("bf16", tp=2, model=LLAMA, zero=1),
+    case_of("int8", tp=3, model=WIDE),
+    case_of("int8", pp=2, dp=2, zero=1, model=LLAMA, micro_batches=2),
+    case_of("int8", dp=2, tp=2, zero=3, ep=2, etp=2, sp=True, model=EXPERTS),
+    case_of("bf16", dp=2, tp=2, zero=1, ep=4, etp=1, sp=True, model=EXPERTS),
+    case_of("int8", dp=4, zero=2, optimizer="muon"),
+    case_of("int8", dp=2, zero=2, offload=0.5),
+    case_of("bf16", zero=0, optimizer="lion", offload=1.0),
+    case_of("bf16", dp=2, tp=2, zero=1, optimizer="muon", model=LLAMA),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_layout_rounds_moments_alike(case: Case, ranks) -> None:
+    """Losses are those of plain PyTorch with moments that numpy rounds."""
+    losses, norms = expected(case)
+    outcomes = ranks(case.world).run(train, case)
+    for outcome in outcomes:
+        assert relative_error(outcome.losses, losses) < TOLERANCE
+        assert relative_error(outcome.norms, norms) < TOLERANCE
+    check_bytes(case, outcomes)
+
+
+def train_in_pieces(rank: int, case: Case, numel: int) -> Outcome:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_shard, "TOGETHER", numel)
+        return train(rank, case)
+
+
+@pytest.mark.parametrize(("moments", "masters"), [("int8", "fp32"), ("fp32", "split"), ("bf16", "split")])
+def test_large_units_are_updated_piece_by_piece(moments: str, masters: str, ranks) -> None:
+    """The pieces change no result: numbers of one element do not depend on those of others, or of its block alone."""
+    case = case_of(moments, masters=masters, precision="bf16", dp=2, zero=2)
+    whole, pieces = ranks(2).run(train, case), ranks(2).run(train_in_pieces, case, 4096)
+    assert [each.losses for each in whole] == [each.losses for each in pieces]
+
+
+def whole_states(engine: Engine) -> dict[str, torch.Tensor]:
+    """This rank's elements of every saved tensor, in place in the global tensor, and NaN elsewhere."""
+    found = {}
+    for name, shard in engine.shards().items():
+        whole = torch.full(shard.global_shape, torch.nan, dtype=shard.data.dtype)
+        regions = shard.regions()
+        for region, data in zip(regions, shard.views(regions), strict=True):
+            whole[tuple(slice(at, at + n) for at, n in zip(region.offset, region.size, strict=True))] = data
+        found[name] = whole
+    return found
+
+
+def train_and_save(rank: int, case: Case, folder: Path) -> float:
+    """Two steps, a checkpoint, and the loss of the step after it."""
+    engine = new_engine(rank, case)
+    for step in range(2):
+        engine.train_step(step + 1, micro_batches(case, engine.mesh, step))
+    engine.wait()
+    checkpoint.save(folder, 2, engine.shards(), engine.state_dict(), engine.mesh.host_group)
+    return engine.train_step(3, micro_batches(case, engine.mesh, 0)).loss
+
+
+def load(rank: int, case: Case, path: Path, folder: Path) -> tuple[dict[str, torch.Tensor], float]:
+    """Load, save again in `folder`, and train a step. Return this rank's states and the loss."""
+    engine = new_engine(rank, case)
+    engine.wait()
+    shards = engine.shards()
+    checkpoint.load(path, shards, engine.mesh.host_group)
+    engine.load_state_dict(checkpoint.read_state(path), shards)
+    checkpoint.save(folder, 2, engine.shards(), engine.state_dict(), engine.mesh.host_group)
+    states = whole_states(engine)
+    return states, engine.train_step(3, micro_batches(case, engine.mesh, 0)).loss
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    reader = TensorReader(path)
+    return {name: reader.read(name) for name in reader.manifest.tensors}
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_checkpoints_keep_numbers_that_every_layout_and_precision_loads(moments: str, tmp_path: Path, ranks) -> None:
+    """In another layout, to the bit; in fp32, the same numbers; from fp32, rounded by coordinates, and then kept."""
+    first = case_of(moments, dp=2, tp=2, zero=2, model=LLAMA, precision="fp32")
+    other = case_of(moments, dp=3, zero=3, model=LLAMA, precision="fp32", micro_batches=2)
+    wide = other._replace(moments="fp32")
+    [loss, *_] = ranks(4).run(train_and_save, first, tmp_path / "first")
+    path, saved = tmp_path / "first" / "iter_0000002", read(tmp_path / "first" / "iter_0000002")
+    for number, case in enumerate((other, wide)):
+        found = ranks(case.world).run(load, case, path, tmp_path / f"again{number}")
+        again = read(tmp_path / f"again{number}" / "iter_0000002")
+        assert again.keys() == saved.keys() and all(torch.equal(again[name], saved[name]) for name in saved)
+        for states, after in found:
+            assert after == pytest.approx(loss, rel=1e-4)
+            for name, mine in states.items():
+                held = ~mine.isnan()
+                assert torch.equal(mine[held], saved[name][held])
+    ranks(4).run(train_and_save, first._replace(moments="fp32"), tmp_path / "wide")
+    wanted, last = read(tmp_path / "wide" / "iter_0000002"), []
+    for number, case in enumerate((first, other)):
+        ranks(case.world).run(load, case, tmp_path / "wide" / "iter_0000002", tmp_path / f"small{number}")
+        last.append(read(tmp_path / f"small{number}" / "iter_0000002"))
+    for name, mine in last[0].items():
+        kind, _, weight = name.partition(".")
+        assert torch.equal(mine, last[1][name])
+        bits = None
+        if kind != "model" and small.is_blocked(mine):
+            bits = small.random_bits(1234, weight, 2, mine.numel()) & np.uint32(0xFFFF)
+            numbers = wanted[name].double().numpy().reshape(-1)
+            rounded = small.rounded(numbers, moments, bits.astype(np.float64), positive=kind == "exp_avg_sq")
+            wanted[name] = torch.from_numpy(rounded).view(mine.shape).float()
+        assert torch.equal(mine, wanted[name])
+        assert bits is None or mine.count_nonzero() > 0
+
+
+def train_with_masters(rank: int, case: Case, away: bool) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    """Train. `away`: fp32 master weights in the middle are rounded away from 0."""
+
+    def cast(self: OptimizerShard) -> None:
+        if isinstance(self.master, Wide):
+            bits = self.master.data.view(torch.int32) + (1 << 15)
+            target = self.weights if self.host is None else self.host.weights
+            target.copy_((bits >> 16 << 16).view(torch.float32))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if away:
+            patch.setattr(OptimizerShard, "cast", cast)
+        mesh = Mesh.build(case.layout, rank, torch.device("cpu"))
+        outcome, engine = train_on(mesh, case), new_engine(rank, case)
+        for step in range(2):
+            engine.train_step(step + 1, micro_batches(case, engine.mesh, step))
+        engine.wait()
+        return outcome, whole_states(engine)
+
+
+@pytest.mark.parametrize(("zero", "offload"), [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0), (1, 0.5), (3, 1.0)])
+def test_split_master_weights_are_the_same_to_the_bit(zero: int, offload: float, ranks) -> None:
+    """They take 2 bytes less than fp32 ones. Those in host memory, far from the compute weights, are not split."""
+    plain = case_of("fp32", precision="bf16", dp=2, zero=zero, micro_batches=2, offload=offload)
+    split = plain._replace(masters="split")
+    wanted, found = (ranks(2).run(train_with_masters, case, True) for case in (plain, split))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours[0].losses == theirs[0].losses and ours[0].norms == theirs[0].norms
+        assert ours[1].keys() == theirs[1].keys()
+        for name, states in ours[1].items():
+            assert states.dtype == torch.float32
+            assert torch.equal(states.view(torch.int32), theirs[1][name].view(torch.int32)), name
+        for here, there in zip(ours[0].memory, theirs[0].memory, strict=True):
+            numel = there["optimizer"] // 12
+            assert here["optimizer"] == 10 * numel and here["parameters"] == there["parameters"]
+    check_bytes(plain, [each[0] for each in wanted])
+    check_bytes(split, [each[0] for each in found])
+
+
+def test_all_small_states_at_once(ranks) -> None:
+    """Bytes, in a layout with everything, and a loss near fp32's."""
+    case = case_of(
+        "int8", precision="bf16", masters="split", dp=2, tp=2, zero=3, sp=True, model=LLAMA, grad_dtype="bf16"
+    )
+    plain = case._replace(moments="fp32", masters="fp32")
+    small_states, wide = (ranks(4).run(train, each) for each in (case, plain))
+    check_bytes(case, small_states)
+    assert small_states[0].losses == pytest.approx(wide[0].losses, rel=0.01)
+    assert small_states[0].memory[-1]["optimizer"] < 0.37 * wide[0].memory[-1]["optimizer"]
