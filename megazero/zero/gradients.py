@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megazero.comm.mesh.collectives import Pending, together
@@ -175,7 +177,7 @@ class UnitGradients:
     # -- after the reduction
 
     def counted(self, replicated: bool) -> list[torch.Tensor]:
-        """Return the pieces of the sharded gradient that this rank adds to the norm: see `square_sum`.
+        """Return the pieces of the sharded gradient that this rank adds to the norm: see `square_sums`.
 
         These are the gradients of tp-sharded parameters and, if `replicated`, of tp-replicated ones. Of equal gradients
         of experts the first rank adds its own.
@@ -213,15 +215,16 @@ class UnitGradients:
         self.stored = False
 
 
-def square_sum(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares of `pieces` [n], on the device or in host memory, as a scalar in fp64 on the device.
+def square_sums(groups: Sequence[Sequence[torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """Return the sum of squares of each group's pieces [n], in fp64 on the device: [groups].
 
-    ALIGN divides every n. Each piece is summed where it is.
+    Pieces are on the device or in host memory, and are summed where they are. ALIGN divides every n.
 
     Note [norms in fp32]: torch's vector_norm of 4 M fp32 numbers on a CPU has an error of 1e-4, because it
     accumulates sequentially in fp32. Rows of ALIGN elements in fp32, and their sum in fp64, have an error of 1e-10 at
     the same cost, and are the same rows in every layout. torch's `_foreach_norm` has no rows.
     """
+    pieces = [piece for group in groups for piece in group]
     norms = {
         place: torch.zeros(len(pieces), dtype=torch.float64, device=place)
         for place in {device, *(values.device for values in pieces)}
@@ -233,4 +236,4 @@ def square_sum(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor
     total = norms.pop(device)
     for others in norms.values():  # which have 0 for the pieces of this one
         total += others.to(device)
-    return total.square_().sum()
+    return torch.stack([part.sum() for part in total.square_().split([len(group) for group in groups])])
