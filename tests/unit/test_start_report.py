@@ -157,7 +157,7 @@ def test_the_drawing_says_which_ranks_hold_what(layout: Layout, wanted: list[str
 
 
 def test_the_drawing_has_the_work_of_the_busiest_owner_of_matrices() -> None:
-    """A block of GPT-2 has matrices of 4 h h and 8 h h elements, so two ranks are even with two blocks, not with one."""
+    """A block of GPT-2 has matrices of 4 h h and 8 h h elements, so two ranks are even with two blocks, not one."""
     for layers, words in ((1, "the busiest has 1.33 times the mean work"), (2, "the busiest has 1.00 times")):
         config = parse(f"--num-layers {layers} --vocab-size 256 --optimizer muon".split())
         assert words in drawing(config, Layout(dp=2))[0], layers
