@@ -348,6 +348,12 @@ def test_a_plan_refuses(flags: str, said: str) -> None:
         (
             "llama-7b",
             "",
+            "it fits with {}",
+            "--recompute full --micro-batch-size 1 --checkpoint-in-cpu --optimizer-cpu-offload",
+        ),
+        (
+            "llama-7b",
+            "--optimizer muon",
             "--preset llama-1b {} is the largest preset that fits",
             "--micro-batch-size 1 --recompute full",
         ),
