@@ -184,7 +184,9 @@ def _memory(config: Config, layout: Layout, machine: Machine) -> str:
         text += f", {size(need * ranks)} for this node's {ranks}"
     if available := machine.device or machine.host:
         text += f" of the {size(available.num_bytes)} {available.source}"
-    return f"{size(need)}{text}, besides libraries: {_kinds(stages[fullest])}"
+    host = stages[fullest].memory["host"]
+    more = f"; and {size(host)} of host memory" if host else ""
+    return f"{size(need)}{text}, besides libraries: {_kinds(stages[fullest])}{more}"
 
 
 def _kinds(found: StageBytes) -> str:

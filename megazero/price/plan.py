@@ -27,13 +27,15 @@ RECOMPUTE = ("none", "selective", "full")
 ADVICE = {
     "compute": "faster devices, or more of them",
     "recompute": "--recompute selective, or none, if there is memory for it",
-    "optimizer": "a higher --zero-stage, which updates less per device, or a larger --global-batch-size",
+    "optimizer": "a higher --zero-stage, which updates less per device, or a larger --global-batch-size; on the host, "
+    "a smaller --optimizer-offload-fraction",
     "tp": "a smaller --tensor-model-parallel-size, within a node; a larger --micro-batch-size; --sequence-parallel",
     "cp": "more tokens per rank (a smaller --context-parallel-size), context-parallel ranks within a node",
     "ep": "a smaller --expert-model-parallel-size, its ranks within a node; a shared expert, which hides the exchange",
     "dp": "a larger --global-batch-size; --zero-stage 1; --zero-reduce-every step; --zero-shard-size of a node",
     "pp": "a smaller --pipeline-model-parallel-size, or fewer --virtual-pipeline-stages",
-    "host": "more compute per block (a larger --micro-batch-size), or --no-checkpoint-in-cpu",
+    "host": "more compute per block (a larger --micro-batch-size), or less on the host: --no-checkpoint-in-cpu, "
+    "--no-optimizer-cpu-offload",
     "bubble": "more micro-batches (a larger --global-batch-size, a smaller --micro-batch-size), --pipeline-schedule "
     "interleaved or zero-bubble, or fewer stages",
     "copies": "--no-checkpoint-in-cpu",

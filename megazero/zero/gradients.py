@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megazero.comm.mesh.collectives import Pending, together
@@ -31,7 +33,7 @@ class UnitGradients:
         self._persistent: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # see bind_persistent
         self._ranges = {member.weight: member.window.slice() for member in unit.members}
         self._windows: dict[Weight, torch.Tensor] = {}  # windows of `unsharded` that have a contribution
-        self._complete = False  # every window has one, by `accumulate_all`
+        self._complete = False  # every window has one, by `accumulate_all` or `start_fetch`
 
     # -- memory
 
@@ -80,7 +82,7 @@ class UnitGradients:
     def accumulate(self, weight: Weight, write: GradWriter) -> None:
         """Call `write`(window, add) on the weight's window of the unsharded buffer; the first call overwrites."""
         window = self._windows.get(weight)
-        add = window is not None
+        add = window is not None or self._complete
         if window is None:
             assert self.unsharded is not None, f"the gradients of {self.unit.name} are not open"
             window = self.unsharded.data[self._ranges[weight]].view(weight.block.stored)
@@ -160,15 +162,22 @@ class UnitGradients:
         return Pending(held=(data,), then=stored)
 
     def start_fetch(self) -> Pending:
-        """Copy the gradient of earlier micro-batches to the device, where `start_reduce` adds to it."""
+        """Copy the gradient of earlier micro-batches to the device.
+
+        `start_reduce` adds to it. If it is not sharded, it is the unsharded buffer, and contributions add to it.
+        """
         assert self.host is not None and self.stored, self.unit.name
-        self.sharded, self.stored = self._buffer("gradients", self.unit.owned.numel, None), False
-        return Pending(then=self.host.link.start_fetch(self.host.gradient, self.sharded.data).wait)
+        buffer, self.stored = self._buffer("gradients", self.unit.owned.numel, None), False
+        if self.unit.policy.optimizer:
+            self.sharded = buffer
+        else:
+            self.unsharded, self._complete = buffer, True
+        return Pending(then=self.host.link.start_fetch(self.host.gradient, buffer.data).wait)
 
     # -- after the reduction
 
     def counted(self, replicated: bool) -> list[torch.Tensor]:
-        """Return the pieces of the sharded gradient that this rank adds to the norm: see `square_sum`.
+        """Return the pieces of the sharded gradient that this rank adds to the norm: see `square_sums`.
 
         These are the gradients of tp-sharded parameters and, if `replicated`, of tp-replicated ones. Of equal gradients
         of experts the first rank adds its own.
@@ -206,15 +215,16 @@ class UnitGradients:
         self.stored = False
 
 
-def square_sum(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares of `pieces` [n], on the device or in host memory, as a scalar in fp64 on the device.
+def square_sums(groups: Sequence[Sequence[torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """Return the sum of squares of each group's pieces [n], in fp64 on the device: [groups].
 
-    ALIGN divides every n. Each piece is summed where it is.
+    Pieces are on the device or in host memory, and are summed where they are. ALIGN divides every n.
 
     Note [norms in fp32]: torch's vector_norm of 4 M fp32 numbers on a CPU has an error of 1e-4, because it
     accumulates sequentially in fp32. Rows of ALIGN elements in fp32, and their sum in fp64, have an error of 1e-10 at
     the same cost, and are the same rows in every layout. torch's `_foreach_norm` has no rows.
     """
+    pieces = [piece for group in groups for piece in group]
     norms = {
         place: torch.zeros(len(pieces), dtype=torch.float64, device=place)
         for place in {device, *(values.device for values in pieces)}
@@ -226,4 +236,4 @@ def square_sum(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor
     total = norms.pop(device)
     for others in norms.values():  # which have 0 for the pieces of this one
         total += others.to(device)
-    return total.square_().sum()
+    return torch.stack([part.sum() for part in total.square_().split([len(group) for group in groups])])

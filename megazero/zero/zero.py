@@ -28,7 +28,7 @@ from megazero.model.layers.weight import GradWriter, Weight
 from megazero.plan.layout.zero_policy import ShardingGroup, plan_buckets
 from megazero.plan.program.rank_spec import RankSpec
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
-from megazero.zero.gradients import UnitGradients, square_sum
+from megazero.zero.gradients import UnitGradients, square_sums
 from megazero.zero.host_buffer import HostBuffer
 from megazero.zero.optimizer_shard import OptimizerShard
 from megazero.zero.reduce_scatter import Reducer
@@ -126,12 +126,11 @@ class Zero:
         if any(unit.gradients.stored for unit in self.trained_units):
             self.link.finish_stores()
         units = [unit for unit in self.trained_units if unit.name != tied or mesh.pp.is_first]
-        sums = []
+        pieces = []
         for group in self.groups:
             own = [unit.gradients for unit in units if unit.flat.group == group]
-            pieces = [piece for gradients in own for piece in gradients.counted(replicated=mesh.tp.is_first)]
-            sums.append(square_sum(pieces, mesh.device))
-        total = mesh.control_sum(torch.stack(sums), mesh.tp, mesh.pp)
+            pieces.append([piece for each in own for piece in each.counted(replicated=mesh.tp.is_first)])
+        total = mesh.control_sum(square_sums(pieces, mesh.device), mesh.tp, mesh.pp)
         for group, part in zip(self.groups, total.split(1), strict=True):
             if group.norm_axis:
                 mesh.control_sum(part, mesh.axis(group.norm_axis))  # in place: `part` is a view of `total`

@@ -30,6 +30,7 @@ SCORES: dict[str, dict[str, Any]] = {  # options of attention's scores
     "window in turns": {"window_size": 3, "layer_pattern": "LLG", "attention_scale": 0.3},
     "capped": {"attention_softcap": 0.4},
 }
+ON_HOST = {"adamw, 0.4 on the host": 0.4, "adamw, on the host": 1.0}  # level -> share of the elements
 FACTORS: Factors = {
     **LAYOUT,
     "exchange": ("all-gather", "ring"),
@@ -60,11 +61,10 @@ FACTORS: Factors = {
         *COMBINED,
     ),
     "scores": tuple(SCORES),
-    "optimizer": ("adamw", "lion", "muon"),
+    "optimizer": ("adamw", "lion", "muon", *ON_HOST),
     "moments": ("fp32", "bf16", "int8"),
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
     "reset": tuple(RESETS),  # attention and positions that restart with a document
-    "offload": (0.0, 0.4, 1.0),  # share of the elements with states in host memory
     "targets": ("most", "last"),  # tokens that count: of the last ones alone, some context-parallel ranks have none
     "short": (0, 1, 3),  # samples that the batch lacks: of half a micro-batch, or of one and a half
 }
@@ -73,7 +73,8 @@ NUMBERS: Factors = {
     **dict.fromkeys(LAYOUT, (1, 2)),
     "precision": ("fp32", "bf16", "fp16"),
     "grad_dtype": ("fp32", "bf16", "fp16"),
-    **{name: FACTORS[name] for name in ("zero", "recompute", "pa", "sp", "untied", "offload")},
+    **{name: FACTORS[name] for name in ("zero", "recompute", "pa", "sp", "untied")},
+    "optimizer": ("adamw", *ON_HOST),
     "micro_batches": (1, 3),
     "reduce_bucket_size": (40_000_000, 3000),
     "architecture": ("gpt2", "llama, 2 groups"),
@@ -109,9 +110,9 @@ WITH_EXPERTS: Factors = {
     "micro_batches": (1, 3),
     **{name: FACTORS[name] for name in ("zero", "zero_shard_size", "zero_reduce_every", "zero_gather_every")},
     **{name: FACTORS[name] for name in ("reduce_bucket_size", "overlap_comm", "recompute", "pa", "host", "sp")},
-    **{name: FACTORS[name] for name in ("offload", "dropout", "frozen", "seq_length", "reset", "short")},
+    **{name: FACTORS[name] for name in ("dropout", "frozen", "seq_length", "reset", "short")},
     "architecture": ("llama, 2 groups", "qwen3", "gemma2"),
-    "optimizer": ("adamw", "muon"),
+    "optimizer": ("adamw", "muon", *ON_HOST),
     "moments": ("fp32", "int8"),
     "targets": ("most", "last", "uneven"),
     "capacity": (0.0, 1.0, 0.5),
@@ -138,9 +139,8 @@ ON_GPU: Factors = {
         for name in ("exchange", "schedule", "zero", "zero_reduce_every", "zero_gather_every", "overlap_comm")
     },
     **{name: FACTORS[name] for name in ("recompute", "pa", "host", "md", "sp", "dropout", "untied", "frozen")},
-    "offload": FACTORS["offload"],
     "graphs": (False, True),
-    "optimizer": ("adamw", "muon"),
+    "optimizer": ("adamw", "muon", *ON_HOST),
     "moments": ("fp32", "bf16", "int8"),
     "masters": ("fp32", "split"),
     "mixture": tuple(MIXTURES),
@@ -261,7 +261,6 @@ RULES = [
     Rule("Newton-Schulz iterations magnify rounding", False, lambda optimizer, precision: (
         optimizer != "muon" or precision == "fp64"
     )),
-    Rule("CPUs are slow at products", True, lambda optimizer, offload: optimizer != "muon" or not offload),
     Rule("weights of bf16 alone are the upper bits of fp32 ones", True, lambda masters, precision: (
         masters == "fp32" or precision == "bf16"
     )),
@@ -283,7 +282,6 @@ SHARED = (
     "precision",
     "graphs",
     "mixture",
-    "optimizer",
 )
 
 
@@ -301,7 +299,9 @@ def case_of(choice: Choice) -> Case:
     ep, etp = DIVISIONS[choice.get("division", division)]
     flags = ("zero_shard_size", "zero_reduce_every", "zero_gather_every", "reduce_bucket_size", "overlap_comm")
     return Case(
-        **{name: choice[name] for name in Case._fields if name in choice and name != "frozen"},
+        **{name: choice[name] for name in Case._fields if name in choice and name not in ("frozen", "optimizer")},
+        optimizer=choice["optimizer"].partition(",")[0],
+        offload=ON_HOST.get(choice["optimizer"], 0.0),
         frozen=frozen if choice["frozen"] else (),
         options=tuple((name, choice[name]) for name in flags if choice[name] != FACTORS[name][0]),
         ep=ep,

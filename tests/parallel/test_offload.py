@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megazero.config.optimizers import ADAMW
-from megazero.config.schema import BYTES
 from megazero.model.stage import declare
 from megazero.plan.program.operations import (
     FetchGradient,
@@ -27,6 +28,8 @@ from megazero.plan.program.program import Program, program
 from megazero.plan.program.rank_spec import RankSpec, rank_spec
 from megazero.plan.sizes import Rates
 from megazero.price.bytes.estimate import estimate
+from tests.helpers.chains import Curve, configured, make_corpus
+from tests.helpers.chains import train as train_chain
 from tests.parallel.cases import MODEL, Case, train
 from tests.parallel.test_parity import check_bytes
 from tests.parallel.test_pretended_gpu import FOR_GRADIENTS, train_watched
@@ -40,6 +43,9 @@ def case_of(**changes: object) -> Case:
 
 
 SAME = [
+    case_of(dp=1, zero=2, precision="bf16"),  # alone, a rank adds up gradients in host memory too
+    case_of(dp=1, zero=3, pp=2, schedule="zero-bubble", model=replace(SMALL, num_layers=4), frozen=("*.bias",)),
+    case_of(dp=1, zero=2, recompute="full", md=True, options=(("overlap_comm", False),)),
     case_of(dp=1, precision="bf16"),
     case_of(zero=0),
     case_of(zero=1, precision="fp16", options=(("overlap_comm", False),)),
@@ -91,11 +97,59 @@ def test_copies_of_a_gpu_are_in_order(case: Case, ranks) -> None:
 
 
 def test_host_memory_has_masters_states_and_a_buffer() -> None:
-    """In bf16, 4 + 4 + 4 bytes of states, and a buffer for fp32 gradients; in fp64 and fp32, masters are a copy."""
+    """In bf16, 4 + 4 + 4 bytes of states, and a buffer for fp32 gradients; in fp32, masters are a copy too."""
     for precision, grad_dtype, host in (("bf16", "fp32", 16), ("bf16", "bf16", 14), ("fp32", "fp32", 16)):
-        config = case_of(precision=precision, grad_dtype=grad_dtype).config()
+        case = case_of(precision=precision, grad_dtype=grad_dtype, zero=1, offload=1.0)
+        config = case.config()
         assert Rates.of(config, ADAMW).host == host
-    assert BYTES["bf16"] == 2
+        held = estimate(config, case.layout).memory
+        spec, _ = planned(case)
+        least = host * sum(unit.numel for unit in spec.units.values()) // 2
+        assert held["optimizer"] == 0 and least <= held["host"]
+        # an update casts narrower gradients of one unit
+        most = 4 * max(unit.numel for unit in spec.units.values()) // 2
+        assert held["host"] == least + (most if grad_dtype == "bf16" else 0)
+
+
+def test_a_rank_alone_adds_up_gradients_in_host_memory() -> None:
+    """Under stages 2 and 3 the sum returns to the buffer one unit ahead; under 0 and 1, it stays on the device."""
+    _, step = planned(case_of(dp=1, zero=2, offload=1.0))
+    names = [name_of(op) for op in step.gradients if "mb" not in name_of(op)]
+    assert names.count("Open blocks.1") == 1 and names.count("start StoreGradient blocks.1") == 3
+    at = names.index("start FetchGradient blocks.1")
+    assert names.index("wait FetchGradient blocks.2") < at < names.index("start Reduce blocks.2", at)
+    _, step = planned(case_of(dp=1, zero=1, offload=1.0))
+    assert not [op for op in step.gradients if isinstance(op, Start) and isinstance(op.op, FetchGradient)]
+    deep = replace(SMALL, num_layers=9)
+    peaks = [estimate(*case_of(dp=1, zero=z, offload=1.0, model=deep).resolved()).memory["peak"] for z in (1, 2)]
+    assert peaks[1] < 0.8 * peaks[0]
+
+
+ON_HOST = {"optimizer_cpu_offload": True}
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": ON_HOST,
+    "both": ON_HOST | {"optimizer_offload_fraction": 0.6},
+}
+
+
+@pytest.mark.parametrize("first", ["device", "host"])
+@pytest.mark.parametrize("second", PLACES)
+def test_a_run_resumes_in_another_place(first: str, second: str, ranks, tmp_path: Path) -> None:
+    """The bits are the same. Saves in the background overlap with updates of the states that they write."""
+    corpus = make_corpus(tmp_path)
+
+    def run(iterations: int, place: str, **options: Any) -> Curve:
+        config = configured("dp2 zero1", corpus, iterations, "bf16", **options)
+        config = replace(config, optimizer=replace(config.optimizer, **PLACES[place]))
+        one, other = ranks(2).run(train_chain, 2, config, 1)
+        assert one == other
+        return one
+
+    whole = run(4, "device", save=str(tmp_path / "whole"))
+    begun = run(2, first, save=str(tmp_path / "begun"), async_save=True)
+    rest = run(4, second, save=str(tmp_path / "rest"), load=str(tmp_path / "begun"), async_save=True)
+    assert begun + rest == whole
 
 
 def planned(case: Case, pp: int = 0) -> tuple[RankSpec, Program]:
@@ -162,3 +216,14 @@ def test_both_stages_update_a_tied_table_in_the_same_place() -> None:
             assert spec.tied and spec.units[spec.tied].on_host is expected
             names = [name_of(op) for op in step.gradients if isinstance(op, (SumTied, StoreGradient))]
             assert names == [f"SumTied {spec.tied}", *([f"StoreGradient {spec.tied}"] if expected else [])]
+
+
+@pytest.mark.parametrize(
+    ("dp", "zero", "reductions"), [(1, 0, 1), (1, 2, 3), (2, 0, 1), (2, 1, 1), (2, 2, 3), (2, 3, 3)]
+)
+def test_bytes_of_copies_by_the_formula_of_the_docs(dp: int, zero: int, reductions: int) -> None:
+    """A step of three micro-batches: gradients down, up again for each further reduction; 16-bit weights up."""
+    case = case_of(dp=dp, zero=zero, precision="bf16", offload=1.0)
+    spec, _ = planned(case)
+    owned = sum(unit.numel for unit in spec.units.values()) // (dp if zero else 1)
+    assert estimate(*case.resolved()).traffic["pcie"] == (4 * (2 * reductions - 1) + 2) * owned

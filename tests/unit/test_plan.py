@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from megazero.plan.layout.topology import Layout
 from megazero.plan.program.operations import Fetch, Forward, Gather, Start, Update, Wait
 from megazero.plan.program.program import program
 from megazero.plan.program.rank_spec import rank_spec
+from megazero.plan.sizes import Moved
 from megazero.price.bytes.estimate import Few, estimate, stage_bytes
 from megazero.price.plan import Plan, advice, make_plan, plan_config
 from megazero.price.plan_report import summary
@@ -346,6 +348,12 @@ def test_a_plan_refuses(flags: str, said: str) -> None:
         (
             "llama-7b",
             "",
+            "it fits with {}",
+            "--recompute full --micro-batch-size 1 --checkpoint-in-cpu --optimizer-cpu-offload",
+        ),
+        (
+            "llama-7b",
+            "--optimizer muon",
             "--preset llama-1b {} is the largest preset that fits",
             "--micro-batch-size 1 --recompute full",
         ),
@@ -516,3 +524,28 @@ def test_a_search_needs_a_batch() -> None:
     argv = [*SMALL.split(), *"--plan-search --world-size 8 --device-type a100-80gb".split()]
     with pytest.raises(ValueError, match="--plan-search needs --global-batch-size"):
         run_search(parse(argv), argv, Console())
+
+
+def test_updates_of_whole_matrices_by_hand() -> None:
+    """Six iterations of 2 (2 m m n + m^3) FLOPs at 1 TFLOP/s, m <= n, of the tp rank's part where Gram matrices are
+    summed; each of four ranks has a quarter, and the busiest as much more as its matrices cost.
+
+    GPT-2's of 64: queries, keys, values and the projection of 64 x 64, up and down of 64 x 256; on two tp ranks.
+    """
+    flags = f"{SMALL} --zero-stage 1 --optimizer muon --muon-num-ns-steps 6 --tensor-model-parallel-size 2"
+    config, layout = resolve(parse(flags.split()), 8, 0, declare)
+    spec = rank_spec(config, layout, 0, declare)
+    muon, one = StepCosts(config, layout, spec, simple()), Layout(dp=4, tp=2)
+    assert layout == one
+    h, f = config.model.hidden_size, config.model.ffn_size
+    flops = sum(
+        count * 6 * (4 * h * h * part + 2 * h**3) for count, part in ((4, h // 2), (2, f // 2))
+    )  # of all ranks of a block
+    gram, number = Moved("tp", "all-reduce", 4 * h * h), Moved("tp", "all-reduce", 4)
+    assert Counter(muon.sizes.moves(Update("blocks.1"))) == {gram: 6 * 6, number: 6}
+    sent = sum(muon.network.collective("tp", "all-reduce", each.num_bytes) for each in [gram] * 36 + [number] * 6)
+    bytes_moved = muon.sizes.updated("blocks.1") / 1e12
+    uneven = spec.update_imbalance
+    assert muon(Update("blocks.1")) == pytest.approx((flops / 1e12 + sent) / 4 * uneven + bytes_moved)
+    costs = [sum(unit.flat.cost(unit.owned[rank]) for unit in spec.units.values()) for rank in range(4)]
+    assert uneven == pytest.approx(max(costs) / (sum(costs) / 4)) and uneven > 1

@@ -156,6 +156,15 @@ def test_the_drawing_says_which_ranks_hold_what(layout: Layout, wanted: list[str
         assert f"sharded over {layout.shard} data-parallel ranks" in found[0]
 
 
+def test_the_drawing_has_the_work_of_the_busiest_owner_of_matrices() -> None:
+    """A block of GPT-2 has matrices of 4 h h and 8 h h elements, so two ranks are even with two blocks alone."""
+    for layers, words in ((1, "the busiest has 1.33 times the mean work"), (2, "the busiest has 1.00 times")):
+        config = parse(f"--num-layers {layers} --vocab-size 256 --optimizer muon".split())
+        assert words in drawing(config, Layout(dp=2))[0], layers
+    assert "busiest" not in drawing(config, Layout())
+    assert "busiest" not in drawing(parse(["--vocab-size", "256"]), Layout(dp=2))[0]
+
+
 def test_only_options_that_differ_are_listed() -> None:
     """From the preset's where there is one; without those that the lines above have printed."""
     assert options(Config()) == []

@@ -17,7 +17,9 @@ class ZeroPolicy:
     """The states that are sharded over the ranks of a sharding group."""
 
     optimizer: bool
-    gradients: bool  # reduced after every micro-batch: whole gradients do not outlive a unit's backward
+    # reduced after every micro-batch: whole gradients do not outlive a unit's backward. Without a sharded optimizer,
+    # only those of units with states in host memory, where they are added up
+    gradients: bool
     parameters: bool
     gathers_once: bool = False  # once per iteration, not at every use: FSDP2's reshard_after_forward=False
 
@@ -27,12 +29,17 @@ class ZeroPolicy:
         return self.optimizer and not self.parameters
 
     @classmethod
-    def for_stage(cls, config: ZeroConfig, size: int) -> ZeroPolicy:
-        """Return the policy of --zero-stage over `size` ranks. With one rank, every stage is stage 0."""
+    def for_stage(cls, config: ZeroConfig, size: int, offloads: bool = False) -> ZeroPolicy:
+        """Return the policy of --zero-stage over `size` ranks. With one rank, every stage is stage 0.
+
+        Args:
+            offloads: some units have their states in host memory, where one rank can add up gradients too.
+        """
         stage = config.zero_stage if size > 1 else 0
+        adds = config.zero_stage if offloads else stage
         return cls(
             optimizer=stage >= 1,
-            gradients=stage >= 2 and config.zero_reduce_every == "micro-batch",
+            gradients=adds >= 2 and config.zero_reduce_every == "micro-batch",
             parameters=stage >= 3,
             gathers_once=stage >= 3 and config.zero_gather_every == "step",
         )
@@ -62,7 +69,7 @@ class ShardingGroup:
         """Return the group along `axis`. With one rank, its policy is stage 0."""
         shards, whole = layout.sizes[axis], config.optimizer.rules.matrices.whole_matrices
         return cls(
-            ZeroPolicy.for_stage(config.zero, shards),
+            ZeroPolicy.for_stage(config.zero, shards, offload_fraction(config) > 0),
             axis,
             shards,
             replica_axis,
@@ -162,7 +169,8 @@ def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int, on
     They are the buffers that outlive a unit's backward: sharded ones, unless they are in host memory (`on_host`), and
     unsharded ones that accumulate.
     """
-    accumulates = not policy.optimizer or (not policy.gradients and micro_batches > 1)
+    stays = not policy.optimizer and not (policy.gradients and on_host)
+    accumulates = stays or (not policy.gradients and micro_batches > 1)
     return PersistentGradients(unsharded=arena and accumulates, sharded=arena and policy.optimizer and not on_host)
 
 

@@ -193,7 +193,7 @@ def insert_reductions(spec: RankSpec, ops: Ops) -> Ops:
         if isinstance(op, BackwardWeights) or (isinstance(op, Backward) and op.weights):
             for unit in spec.layers[op.layer].units:
                 if unit in due:
-                    part = op.micro_batch if spec.policy(unit).gradients else -1
+                    part = op.micro_batch if spec.reduces_each(unit) else -1
                     due[unit].setdefault(part, []).append(at)
     before: dict[int, Ops] = {}
     after: dict[int, Ops] = {}

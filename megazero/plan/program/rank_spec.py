@@ -131,6 +131,11 @@ class RankSpec:
     def trained_units(self) -> list[str]:
         return [name for name, unit in self.units.items() if unit.trains]
 
+    def reduces_each(self, unit: str) -> bool:
+        """Return True if the gradients of every micro-batch are reduced, and added up in their owned range."""
+        policy = self.policy(unit)
+        return policy.gradients and (policy.optimizer or self.units[unit].on_host)
+
     @property
     def offloaded_units(self) -> list[str]:
         """Units whose gradients are copied to host memory and updated there."""

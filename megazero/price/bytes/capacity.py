@@ -158,7 +158,9 @@ def alternatives(config: Config, layout: Layout, device_type: str) -> Iterator[t
         ("partition-activations", True),
     ]
     if device_type != "cpu":
-        steps.append(("checkpoint-in-cpu", True))
+        steps += [("checkpoint-in-cpu", True), ("optimizer-cpu-offload", True)]
+        if layout.shard == 1 and config.zero.zero_stage < 2:  # a rank alone then adds up gradients in host memory
+            steps.append(("zero-stage", 2))
     for together in (False, True):
         base, chosen = config, dict[str, str]()
         for flag, value in steps:

@@ -384,8 +384,9 @@ class _Walk:
         self.allocations[op] = self.allocations.pop(("sharded", op.unit))
 
     def _fetch_gradient(self, op: FetchGradient) -> None:
+        kind = "sharded" if self.spec.policy(op.unit).optimizer else "unsharded"
         size = self.sizes.owned_gradients(op.unit)
-        self.allocations["sharded", op.unit] = self.tracker.allocate("gradients", size)
+        self.allocations[kind, op.unit] = self.tracker.allocate("gradients", size)
 
     def _update(self, op: Update) -> None:
         on_host = self.spec.units[op.unit].on_host

@@ -24,7 +24,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.layers import End, Use, layer_costs
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout, data_parallel_size
-from megazero.plan.layout.zero_policy import DENSE, EXPERT, sharding_groups
+from megazero.plan.layout.zero_policy import DENSE, EXPERT, offload_fraction, sharding_groups
 from megazero.plan.program.operations import Backward, Forward
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.schedule.schedules import SCHEDULES as ORDERS
@@ -375,7 +375,8 @@ class ClosedTerms:
         }[c.zero_stage]
         bandwidth = self.device["memory.bandwidth"] * self.device["memory.fraction"]
         updated = owned * (rates.gradients + rates.updated(clips=bool(self.config.optimizer.clip_grad)))
-        return exposed + replicas + updated / bandwidth
+        on_host = offload_fraction(self.config)
+        return exposed + replicas + updated * ((1 - on_host) / bandwidth + on_host / self.device.host_memory_bandwidth)
 
 
 class Search:
