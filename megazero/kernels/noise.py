@@ -75,7 +75,7 @@ class Noise:
     def __init__(self, seed: int, pieces: Sequence[NoisePiece], device: torch.device) -> None:
         self.seed = seed
         nothing = _Place(*[1] * len(_Place._fields))  # zeros are rounded to 0 by any bits
-        places = [_Place.of(seed, piece) for piece in pieces if piece.place.numel] or [nothing]
+        places = sorted(_Place.of(seed, piece) for piece in pieces if piece.place.numel) or [nothing]
         self._table = torch.tensor(places, dtype=torch.int64).to(device)
         self._begins = self._table[:, 0].contiguous()
         self._steps = torch.arange(BLOCK, dtype=torch.int32, device=device).mul_(GOLDEN)

@@ -44,6 +44,7 @@ CASES = [
     case_of("int8", dp=2, tp=2, zero=2, sp=True),
     case_of("bf16", tp=2, model=LLAMA, zero=1),
     case_of("int8", tp=3, model=WIDE),
+    case_of("int8", tp=2, model=replace(LLAMA, num_query_groups=1)),  # a weight that both ranks have, behind others
     case_of("int8", pp=2, dp=2, zero=1, model=LLAMA, micro_batches=2),
     case_of("int8", dp=2, tp=2, zero=3, ep=2, etp=2, sp=True, model=EXPERTS),
     case_of("bf16", dp=2, tp=2, zero=1, ep=4, etp=1, sp=True, model=EXPERTS),

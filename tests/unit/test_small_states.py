@@ -121,7 +121,7 @@ def test_bits_follow_coordinates(spec: ParamSpec, tp: int) -> None:
                 NoisePiece(other, before, 0, Range(0, 192)),
                 NoisePiece(spec, block, start, Range(256, 256 + block.numel - start)),
             ]
-            noise = Noise(7, pieces, CPU)
+            noise = Noise(7, pieces[::-1], CPU)  # in any order
             assert torch.equal(noise.bits(Range(256, 256 + block.numel - start), 3), mine[start:])
             if block.numel:
                 assert torch.equal(noise.bits(Range(320, 384), 3), mine[start + 64 : start + 128])
