@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megazero.price.bytes.estimate import estimate
 from tests.parallel.cases import MODEL, Case, train
 from tests.parallel.test_parity import SHALLOW, WITH_MUON, check_balance, check_bytes, expected, fp64, relative_error
 
@@ -55,3 +56,16 @@ def test_every_layout_makes_the_same_updates(case: Case, ranks) -> None:
         assert relative_error(outcome.norms, norms) < WITH_MUON
     check_bytes(case, outcomes)
     check_balance(case, outcomes)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("bucket", [40_000_000, 3000])
+def test_ranks_send_together_as_many_bytes_as_with_adamw(zero: int, bucket: int) -> None:
+    """Over dp 4, on paper; `check_bytes` compares paper with runs."""
+    of_muon = muon(dp=4, zero=zero, model=SHALLOW, options=(("reduce_bucket_size", bucket),))
+    sent = [
+        [estimate(case.config(), case.layout, rank).traffic["dp"] for rank in range(4)]
+        for case in (of_muon, of_muon._replace(optimizer="adamw"))
+    ]
+    assert sum(sent[0]) == sum(sent[1]) > 0
+    assert len(set(sent[0])) > 1 == len(set(sent[1]))  # ranks that own more send less

@@ -49,7 +49,8 @@ def resolved(flags: str, world: int) -> tuple[Config, Layout]:
 
 def made_plan(peaks: list[int], world: int, host: int = 0) -> Plan:
     """A plan whose stages hold at most that many GB."""
-    config, layout = resolved(f"{STAGES} --global-batch-size {world}", world)
+    kept = "--recompute full --checkpoint-in-cpu" if host else ""
+    config, layout = resolved(f"{STAGES} --global-batch-size {world} {kept}", world)
     stages = [
         StageBytes(
             {"host": host * 10**9},
@@ -92,7 +93,9 @@ def test_host_memory_of_a_node_is_that_of_its_devices(world: int, devices: int) 
         made_plan([9] * 12, world, host=3)
     )
     few = made_plan([9] * 12, 12, host=3)
-    few = few._replace(layout=Layout(dp=4), config=resolved(f"--num-layers 2 {MODEL}", 4)[0])
+    few = few._replace(
+        layout=Layout(dp=4), config=resolved(f"--num-layers 2 --recompute full --checkpoint-in-cpu {MODEL}", 4)[0]
+    )
     assert "host memory: 12.0 GB per node for inputs kept for recompute" in summary(few)
 
 
