@@ -87,5 +87,6 @@ def _packed(
         space[: stops[-1]].view(len(rows), -1).copy_(whole.view(len(rows), -1)[:, rows[0].slice()])  # one launch
     else:
         for row, place in zip(rows, places, strict=True):
-            space[place.slice()] = whole[row.slice()]
+            if row.numel:
+                space[place.slice()] = whole[row.slice()]
     return space[: stops[-1]], places

@@ -38,11 +38,13 @@ from megazero.zero.weights import UnitWeights, UnshardedArena
 class ParamUnit:
     """Weights, gradients and optimizer states of one unit, on one rank."""
 
-    def __init__(self, name: str, weights: list[Weight], options: ZeroOptions, spec: RankSpec, link: HostLink) -> None:
+    def __init__(
+        self, name: str, weights: list[Weight], options: ZeroOptions, spec: RankSpec, link: HostLink | None
+    ) -> None:
         self.name = name
         self.flat = FlatUnit(name, weights, options.mesh, spec)
         self.weights = UnitWeights(self.flat, options)
-        host = HostBuffer(self.flat, options, link) if self.flat.on_host else None
+        host = HostBuffer(self.flat, options, link) if link and self.flat.on_host else None
         self.gradients = UnitGradients(self.flat, options, host)
         self.optimizer = OptimizerShard(self.flat, self.weights.sharded, options, host)
 
@@ -61,7 +63,8 @@ class Zero:
         # contributions that a Backward postpones (zero-bubble); None: add them to their buffers at once
         self.queue: list[tuple[Weight, GradWriter]] | None = None
         self.arena = UnshardedArena(options)
-        self.link = HostLink(options.mesh.device, options.mesh.copied)
+        on_host = any(unit.on_host for unit in spec.units.values())
+        self.link = HostLink(options.mesh.device, options.mesh.copied) if on_host else None
         self.units = {name: ParamUnit(name, weights, options, spec, self.link) for name, weights in units.items()}
         self._bind_persistent_gradients()
         self._gradients: dict[Weight, UnitGradients] = {}
@@ -123,7 +126,7 @@ class Zero:
         Sharded, replicated and tied parameters are counted once.
         """
         mesh = self.mesh
-        if any(unit.gradients.stored for unit in self.trained_units):
+        if self.link and any(unit.gradients.stored for unit in self.trained_units):
             self.link.finish_stores()
         units = [unit for unit in self.trained_units if unit.name != tied or mesh.pp.is_first]
         pieces = []
