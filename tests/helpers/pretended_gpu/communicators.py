@@ -178,7 +178,7 @@ class Communicators:
     def reduce_scatter(self, out: torch.Tensor, parts: list[torch.Tensor], group: Any, async_op: bool) -> Any:
         """Stand in for `dist.reduce_scatter` of parts of any size: reductions, as in NCCL. gloo overwrites parts."""
         with self.pausing():
-            own = [each.clone() for each in parts]
+            own = [(each, each.clone()) for each in parts if each.numel()]
         works = Several(
             [
                 dist.reduce(each, dist.get_global_rank(group, rank), group=group, async_op=async_op)
@@ -189,7 +189,7 @@ class Communicators:
 
         def finish() -> None:
             out.copy_(parts[dist.get_rank(group)])
-            for each, before in zip(parts, own, strict=True):
+            for each, before in own:
                 each.copy_(before)
 
         works.finish = finish
