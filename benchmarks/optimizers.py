@@ -6,6 +6,7 @@ Draws docs/pictures/optimizers.svg. Example:
 
     bash scripts/quickstart.sh && python -m benchmarks.optimizers
     python -m benchmarks.optimizers --runs adamw lion --seeds 1 --train-iters 200
+    python -m benchmarks.optimizers --runs adamw "adamw, bf16 moments" "adamw, int8 moments" --output small-states.svg
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ OPTIMIZERS = {
     "muon, half the rate": "--optimizer muon --lr 1.5e-3",
     "lion": "--optimizer lion --lr 5e-4 --weight-decay 0.6 --adam-beta2 0.99",
 }
+SMALL = {
+    "adamw, bf16 moments": "--adam-moments bf16",
+    "adamw, int8 moments": "--adam-moments int8",
+    "muon, int8 moments": "--optimizer muon --adam-moments int8",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Options:
     """Train the quickstart's model with several optimizers, and compare losses."""
 
     runs: tuple[str, ...] = tuple(OPTIMIZERS)
-    """Names of optimizers."""
+    """Names in OPTIMIZERS, and in SMALL."""
     seeds: int = 3
     """Runs of each."""
     train_iters: int = 800
@@ -62,7 +68,8 @@ def train(name: str, seed: int, iterations: int) -> Trained:
     if not done.exists():
         flags = f"--preset scripts/presets/quickstart.toml --data-path {QUICKSTART}/shakespeare_text_document"
         flags += f" --tokenizer {QUICKSTART}/tokenizer --seed {seed} --train-iters {iterations} --log-dir {folder}"
-        flags += f" --save-interval 0 --keep-last 0 --eval-iters 50 --lr-decay-iters {iterations} {OPTIMIZERS[name]}"
+        flags += f" --save-interval 0 --keep-last 0 --eval-iters 50 --lr-decay-iters {iterations} "
+        flags += (OPTIMIZERS | SMALL)[name]
         before = os.times().children_user
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, "pretrain_gpt.py", *flags.split()]
