@@ -313,8 +313,9 @@ class OptimizerConfig:
     """--optimizer muon: Newton-Schulz iterations of an update."""
     adam_moments: Literal["fp32", "bf16", "int8"] = "fp32"
     """Precision of the moments, which are rounded at random: AdamW's two, and the one of Lion and Muon. bf16: 2 bytes
-    each. int8: 1 byte, and one for the common exponent of 32 neighbours in a row. Moments of norms, biases and matrices
-    whose width is no multiple of 32 stay fp32. In checkpoints all are fp32, so a run may resume with another."""
+    each. int8: 1 byte, and one for the common exponent of 32 neighbours in a row. Moments of vectors, and of weights
+    whose last dimension is no multiple of 32, stay fp32. In checkpoints all are fp32, so a run may resume with
+    another."""
     master_weights: Literal["fp32", "split"] = "fp32"
     """--precision bf16: form of the fp32 weights that are updated. fp32: 4 bytes. split: the 2 bytes that the bf16
     weights lack. The values are the same, but weights in the middle between two bf16 numbers are rounded away from 0
@@ -348,7 +349,8 @@ class OptimizerConfig:
 
     optimizer_cpu_offload: bool = False
     """Keep master weights, optimizer states and reduced gradients in host memory, and update them there: the device
-    keeps its weights. Gradients are copied during the backward, weights after the update; bit for bit the same run."""
+    keeps its weights. Gradients are copied during the backward, weights after the update. The same run; on CPUs, bit
+    for bit."""
     optimizer_offload_fraction: Annotated[
         float, Bounds(0, 1, "1 keeps the states of all units in host memory", least_open=True)
     ] = 1.0

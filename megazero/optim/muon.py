@@ -99,9 +99,8 @@ def orthogonal(part: torch.Tensor, of: OwnedMatrices, steps: int, dtype: torch.d
     x = part.to(dtype)
     if matrices.sums_grams:
         return newton_schulz(x.T, steps, ranks).T if matrices.by_rows else newton_schulz(x, steps, ranks)
-    if ranks is not None:
-        whole = x.new_empty(ranks.size * len(x), x.shape[1])
-        x = ranks.all_gather(x.contiguous(), whole).view(ranks.size, *x.shape)
+    if ranks is not None:  # no name is left for the gathered parts, of which a copy is made
+        x = ranks.all_gather(x.contiguous(), x.new_empty(ranks.size * len(x), x.shape[1])).view(ranks.size, *x.shape)
         x = x.reshape(rows, columns) if matrices.by_rows else x.movedim(0, 1).reshape(rows, columns)
     x = newton_schulz(x.T, steps, None).T if rows > columns else newton_schulz(x, steps, None)
     if ranks is not None:

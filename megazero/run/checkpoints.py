@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import time
 import uuid
@@ -187,8 +188,8 @@ class Checkpoints:
         check_data(path, state, self.config, self.fingerprints, self.split_by_tokens)
         ours = self.config.optimizer
         same = state.optimizer == ours.optimizer
-        shards = self.engine.shards() if same else self._weights()
-        self._load_shards(path, shards, partial=not same)
+        shards = self._trained() if same else self._weights()
+        self._load_shards(path, shards, partial=not same or bool(self.config.training.freeze_parameters))
         updates = state.updates if same else 0
         found = {"updates": updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
         self.engine.load_state_dict(found, shards)
@@ -208,6 +209,15 @@ class Checkpoints:
         weights = self._weights()
         self._load_shards(path, weights, partial=True)
         self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": expert_biases}, weights)
+
+    def _trained(self) -> dict[str, LocalShard]:
+        """Return weights, and states of those that train: moments of earlier steps would move a frozen one."""
+        frozen = self.config.training.freeze_parameters
+        return {
+            name: shard
+            for name, shard in self.engine.shards().items()
+            if name.startswith("model.") or not any(fnmatch.fnmatchcase(name.partition(".")[2], p) for p in frozen)
+        }
 
     def _weights(self) -> dict[str, LocalShard]:
         return {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}

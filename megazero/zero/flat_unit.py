@@ -130,15 +130,14 @@ class FlatUnit:
         found = []
         for weight, start, stop, owned in self.owned_parts():
             within, spec = owned.within(part), weight.spec
-            if spec.matrices is None or start == stop or within.numel < owned.numel:
+            matrices = spec.flat(weight.block).matrices
+            if matrices is None or spec.matrices is None or start == stop or within.numel < owned.numel:
                 continue
-            param = spec.flat(weight.block)
-            assert param.matrices is not None
             inner = weight.block.stored[spec.leading :]
             shape = owned.numel // math.prod(inner), *inner
             numbers = (0, *(dim - spec.leading + 1 for dim in spec.matrices if dim >= spec.leading))
-            axis = self.mesh.axis(param.matrices.axis) if param.matrices.axis else None
-            found.append(OwnedMatrices(param.matrices, within, shape, numbers, axis if axis and axis.peers else None))
+            axis = self.mesh.axis(matrices.axis) if matrices.axis else None
+            found.append(OwnedMatrices(matrices, within, shape, numbers, axis if axis and axis.peers else None))
         return found
 
     def owned_in(self, ranges: Iterable[Range]) -> list[Range]:

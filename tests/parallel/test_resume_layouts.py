@@ -184,3 +184,25 @@ def test_another_optimizer_begins_with_the_weights(ranks: Any, tmp_path: Path) -
     assert [iteration for iteration, _ in part("adamw", 5, "muon4")] == [5]
     steps = (table("adamw5", 5) - table("muon4", 4)).abs()
     assert 0.98e-3 < steps.median() < 1.02e-3  # --lr 1e-3, and a decay of 1e-5 of a weight
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon"])
+def test_weights_that_a_resume_freezes_stay(optimizer: str, ranks: Any, tmp_path: Path) -> None:
+    """Moments of earlier steps do not move them, in a block of which others train; nor is their unfreezing refused."""
+    corpus = make_corpus(tmp_path)
+
+    def part(end: int, load: str, frozen: tuple[str, ...]) -> None:
+        config = configured("alone", corpus, end, "fp64", save=str(tmp_path / str(end)), load=load)
+        training = replace(config.training, freeze_parameters=frozen)
+        config = replace(config, training=training, optimizer=replace(config.optimizer, optimizer=optimizer))
+        ranks(1).run(train, 1, config)
+
+    def weight(end: int, name: str) -> torch.Tensor:
+        return TensorReader(tmp_path / str(end) / f"iter_{end:07}").read(f"model.blocks.1.{name}.weight")
+
+    part(1, "", ())
+    part(3, str(tmp_path / "1"), ("blocks.1.mlp.*", "blocks.1.norm1.*"))
+    part(4, str(tmp_path / "3"), ())
+    for name in ("mlp.up", "norm1"):
+        assert torch.equal(weight(3, name), weight(1, name)) and not torch.equal(weight(4, name), weight(3, name))
+    assert not torch.equal(weight(3, "attention.proj"), weight(1, "attention.proj"))

@@ -369,6 +369,9 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         9,
         "--optimizer-offload-fraction 0.5 needs --optimizer-cpu-offload; add it",
     ),
+    ({"muon_scale": "keller"}, 1, 9, "--muon-scale keller needs --optimizer muon; add it"),
+    ({"muon_momentum": 0.8, "optimizer": "lion"}, 1, 9, "--muon-momentum 0.8 needs --optimizer muon; add it"),
+    ({"muon_num_ns_steps": 6}, 1, 9, "--muon-num-ns-steps 6 needs --optimizer muon; add it"),
     *(
         ({"cuda_graph_impl": "local", **options}, 2, 9, f"--cuda-graph-impl local with {said}.*--cuda-graph-impl none")
         for options, said in [

@@ -103,8 +103,7 @@ def named_weights(layer: nn.Module, prefix: str, frozen: tuple[str, ...] = ()) -
     for path, weight in weights_of(layer, prefix):
         trains = not any(fnmatch.fnmatchcase(path, pattern) for pattern in frozen)
         decays = weight.spec.decays and trains
-        matrices = weight.spec.matrices if trains else None
-        weight.spec = dataclasses.replace(weight.spec, name=path, trains=trains, decays=decays, matrices=matrices)
+        weight.spec = dataclasses.replace(weight.spec, name=path, trains=trains, decays=decays)
         weight.handle.requires_grad_(trains)
         found.append(weight)
     return found

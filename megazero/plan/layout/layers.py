@@ -90,7 +90,7 @@ class LayerKind:
         """Return the weights of layer `layer` of this kind; names that match a pattern of `frozen` do not train."""
         named = [dataclasses.replace(s, name=layer + s.name.removeprefix(self.name)) for s in self.params]
         return [
-            dataclasses.replace(s, trains=False, decays=False, matrices=None)
+            dataclasses.replace(s, trains=False, decays=False)
             if any(fnmatch.fnmatchcase(s.name, pattern) for pattern in frozen)
             else s
             for s in named

@@ -79,7 +79,7 @@ class ParamSpec:
         rows = math.prod(size for dim, size in enumerate(self.shape[:-1]) if dim not in numbers)
         [divided] = [each for each in self.sharded if each[0] not in numbers] or [(0, "")]
         matrices = Matrices(count // pieces, rows, self.shape[-1], divided[1], divided[0] != last)
-        return param._replace(pieces=pieces, matrices=matrices)
+        return param._replace(pieces=pieces, matrices=matrices if self.trains else None)
 
     @property
     def axes(self) -> frozenset[str]:
