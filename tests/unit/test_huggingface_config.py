@@ -55,6 +55,7 @@ def another(value: Any) -> Any:
     return f"{value}_other" if isinstance(value, str) else value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_file_and_its_folder_are_the_same_model(model_type: str, tmp_path: Path) -> None:
     architecture, model = read_config(written(tmp_path, model_type))

@@ -144,6 +144,7 @@ def test_flags_of_hugging_faces_scripts(tmp_path: Path) -> None:
     assert found.config.checkpoint.load == str(file.parent) and found.config.model.hidden_size == 48
 
 
+@pytest.mark.long
 def test_it_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path / "theirs", "qwen2")
     asked = "--device-type h100-80gb --world-size 2 --global-batch-size 8"

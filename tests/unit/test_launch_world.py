@@ -126,6 +126,7 @@ def test_a_taken_port_is_named_at_once(listener: socket.socket) -> None:
         launch.start(World(0, 2, 0, "torchrun"), torch.device("cpu"), 10)
 
 
+@pytest.mark.long
 def test_a_port_of_another_program_is_named(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(launch, "JOIN_MINUTES", 0.01)
@@ -133,6 +134,7 @@ def test_a_port_of_another_program_is_named(listener: socket.socket, monkeypatch
         launch.start(World(1, 2, 1, "torchrun"), torch.device("cpu"), 0.01)
 
 
+@pytest.mark.long
 def test_a_launcher_that_is_gone_is_not_waited_for(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun listens before it starts its ranks."""
     monkeypatch.setattr(launch, "ANSWER_SECONDS", 0.5)

@@ -204,6 +204,7 @@ def test_a_refusal_names_flag_value_and_way_out(line: str, ranks: int, said: str
     assert one_sentence(result)
 
 
+@pytest.mark.long
 def test_the_program_refuses_in_one_line_and_with_exit_code_1() -> None:
     """A user sees no traceback, and nothing on the other stream."""
     done = warm("pretrain_gpt.py", "--vocab-size", 9, "--num-layers", 0)

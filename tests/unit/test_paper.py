@@ -53,6 +53,7 @@ def test_table_2_by_rehearsal(stages: tuple[int, ...]) -> None:
         assert 32e9 * (1 - 1.1 / cell.layers) < cell.held <= 32e9
 
 
+@pytest.mark.long
 def test_a_rehearsed_ranks_states_and_traffic_are_the_formulas() -> None:
     """At 1,024 ranks, within 0.1 %: the fourth witness, which knows nothing of programs."""
     asked = Asked(1024, flags_of(1, 8192, 64, seq_length=64, zero_stage=3), rank=1023)

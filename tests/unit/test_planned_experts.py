@@ -108,6 +108,7 @@ VARIED = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", VARIED)
 def test_bounds_of_memory_are_bounds_with_experts(options: str) -> None:
     """Experts are on more ranks than attention, or on fewer; then their states are sharded over more ranks."""
@@ -128,6 +129,7 @@ def test_bounds_of_memory_are_bounds_with_experts(options: str) -> None:
         assert terms.memory(candidate) <= peak, candidate
 
 
+@pytest.mark.long
 def test_a_search_finds_the_best_division_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
     """Experts that hold nearly all weights: divided over ranks, or gathered. Its command line plans the same time."""
     asked = "--moe-ffn-hidden-size 3072 --hidden-size 512 --seq-length 256 --kv-channels 64"
@@ -147,6 +149,7 @@ def test_a_search_finds_the_best_division_of_experts(capsys: pytest.CaptureFixtu
         assert make_plan(*again).seconds == plan.seconds and again[1] == plan.layout
 
 
+@pytest.mark.long
 def test_a_model_without_experts_has_no_divisions_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     argv = (
         "--num-layers 2 --hidden-size 48 --num-attention-heads 4 --seq-length 64 --vocab-size 300 --plan-search "

@@ -177,6 +177,7 @@ def differ_in_number(rank: int) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_members_that_issue_fewer_operations_are_found(ranks) -> None:
     assert ranks(2).run(differ_in_number) == [
         "communicator a has 2 operations on rank 0 and 3 on rank 1",

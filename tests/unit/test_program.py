@@ -75,6 +75,7 @@ def replicated(spec: RankSpec) -> dict[str, ShardingGroup]:
     return {name: replace(group, replicas=2) for name, group in spec.groups.items()}
 
 
+@pytest.mark.long
 def test_everything_used_is_present() -> None:
     """Weights between Wait(Gather) and Release, each in a part of the arena of its own; gradients between Open and
     Reduce; kept inputs between Keep and Drop. Every started operation is waited for once.
@@ -126,6 +127,7 @@ def test_everything_used_is_present() -> None:
         assert not (present or taken or opened or kept or in_flight)
 
 
+@pytest.mark.long
 def test_updated_weights_are_waited_for_before_their_first_use() -> None:
     for _, spec, made in programs():
         waited = set()

@@ -51,6 +51,7 @@ def test_a_gpus_rank_is_rehearsed_without_one(tmp_path, capsys) -> None:
     assert "rank 63: pp 0, dp 31, cp 0, tp 1" in printed and f"{last.memory['host']:,}" in printed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_a_rank_with_graphs_holds_what_is_estimated(architecture: str) -> None:
     """Two slots of the first stage, one of the second: inputs, saved tensors, buffers of all."""
@@ -72,6 +73,7 @@ def test_a_rank_with_graphs_holds_what_is_estimated(architecture: str) -> None:
         run_rehearsal(on_cpu, SINGLE, 0)
 
 
+@pytest.mark.long
 def test_a_rank_with_experts_holds_what_is_estimated() -> None:
     """Its router has biases, and its tokens are taken as balanced."""
     flags = "--architecture mixtral --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 16 "
@@ -108,6 +110,7 @@ def test_what_cannot_be_rehearsed_is_refused() -> None:
             run_rehearsal(asked, world, 0)
 
 
+@pytest.mark.long
 def test_all_tensors_are_counted_for_as_long_as_their_memory_lives() -> None:
     """Views share it; autograd keeps it; another device's is counted apart."""
     kept = torch.ones(10)

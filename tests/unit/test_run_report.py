@@ -279,6 +279,7 @@ def test_a_report_of_experts_draws_loads_by_layer_over_the_iterations_and_by_exp
     assert "0.1 to 0.5" not in page.text
 
 
+@pytest.mark.long
 def test_a_large_heat_map_keeps_the_largest_of_what_it_joins(tmp_path: Path) -> None:
     """94 layers of 256 experts over 5,000 iterations, of which one has an idle layer's peak."""
     layers = [str(number) for number in range(94)]

@@ -386,6 +386,7 @@ GENERATED: dict[str, Call] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("part", FIRST)
 def test_a_run_hands_its_parts_what_the_flags_say(part: str, runs: Runs) -> None:
     call = calls_of(runs.training, part)[0]
