@@ -65,6 +65,10 @@ def test_a_gradient_may_be_narrower_than_its_factors(in_place: bool) -> None:
     out = torch.empty(33, 20, dtype=torch.bfloat16, device="meta")
     for add in (False, True):
         Products(in_place=in_place).weight_grad(x, dy, out, add)
+    x, dy, out = torch.ones(7, 20), torch.ones(7, 33), torch.zeros(33, 20, dtype=torch.bfloat16)
+    for add, wanted in ((False, 7), (True, 14)):
+        Products(in_place=in_place).weight_grad(x, dy, out, add)
+        assert out.dtype == torch.bfloat16 and (out == wanted).all()
 
 
 @needs_onednn

@@ -102,12 +102,14 @@ def test_weights_are_those_of_lion() -> None:
 
 
 def test_a_matrix_is_gathered_if_its_divided_side_is_the_shorter_one() -> None:
-    """Working memory and FLOPs by hand: up [64, 16] and its gate on four ranks, and keys [8, 16]."""
+    """Working memory and products by hand: up [64, 16] and its gate on four ranks, and keys [8, 16]."""
     up = Matrices(2, 64, 16, "tp", by_rows=True)
     assert up.sums_grams and up.sides == (16, 64) and up.working(4) == 3 * 16 * 16 + 2 * 16 * 16
-    assert up.flops(4, 5) == 2 * 5 * (2 * 16 * 16 * 16 * 2 + 2 * 16**3)
+    assert up.products(4) == ((16, 16, 16), (16, 16, 16), (16, 16, 16))
+    assert up.products(2) == ((16, 16, 32), (16, 16, 16), (16, 32, 16))
     keys = Matrices(1, 8, 16, "tp", by_rows=True)
     assert not keys.sums_grams and keys.sides == (8, 16) and keys.working(4) == 3 * 8 * 16 + 2 * 8 * 8 + 2 * 16
+    assert keys.products(4) == ((8, 8, 16), (8, 8, 8), (8, 16, 8))
     down = Matrices(1, 16, 64, "tp", by_rows=False)
     assert down.sums_grams and down.sides == (16, 64)
     alone = Matrices(1, 64, 16)

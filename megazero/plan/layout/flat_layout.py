@@ -57,23 +57,21 @@ class Matrices(NamedTuple):
 
     @property
     def sides(self) -> tuple[int, int]:
-        """The side of the Gram matrix, and the other one.
-
-        Ranks that have parts of a matrix sum Gram matrices of the side that is not divided, unless that is the longer
-        one: then they gather the matrix, and each computes all of it.
-        """
-        whole, divided = (self.columns, self.rows) if self.by_rows else (self.rows, self.columns)
-        return (whole, divided) if self.sums_grams else (min(whole, divided), max(whole, divided))
+        """The shorter side, which is that of the Gram matrices, and the longer one."""
+        return min(self.rows, self.columns), max(self.rows, self.columns)
 
     @property
     def sums_grams(self) -> bool:
-        whole, divided = (self.columns, self.rows) if self.by_rows else (self.rows, self.columns)
-        return bool(self.axis) and whole <= divided
+        """True if ranks that have parts of a matrix sum the Gram matrices of these parts: the longer side is divided.
+
+        Otherwise they gather the matrix, and each computes all of it.
+        """
+        return bool(self.axis) and self.sides[1] == (self.rows if self.by_rows else self.columns)
 
     @property
     def cost(self) -> int:
         """A cost that is in proportion to the products of a Newton-Schulz iteration."""
-        short, long = sorted((self.rows, self.columns))
+        short, long = self.sides
         return self.number * short * short * long
 
     def working(self, ranks: int) -> int:
@@ -87,11 +85,11 @@ class Matrices(NamedTuple):
             return 3 * part + 2 * side * side
         return 3 * side * other + 2 * side * side + (part if ranks > 1 else 0)
 
-    def flops(self, ranks: int, steps: int) -> int:
-        """Return the FLOPs of the Newton-Schulz iterations of all of them on one of `ranks` ranks of the axis."""
+    def products(self, ranks: int) -> tuple[tuple[int, int, int], ...]:
+        """Return the (m, n, k) of each product of an iteration, of one of them, on one of `ranks` ranks of the axis."""
         side, other = self.sides
         mine = other // ranks if self.sums_grams else other
-        return self.number * steps * (4 * side * side * mine + 2 * side**3)
+        return (side, side, mine), (side, side, side), (side, mine, side)
 
 
 class FlatParam(NamedTuple):

@@ -203,11 +203,8 @@ class StepCosts:
         sizes, steps, total = self.sizes, self.config.optimizer.muon_num_ns_steps, 0.0
         dtype = {2: "bf16", 4: "fp32", 8: "fp64"}[sizes.product_bytes]
         for matrices in sizes.matrices(unit):
-            side, other = matrices.sides
-            mine = other // sizes.parts_of(matrices) if matrices.sums_grams else other
-            shapes = (side, side, mine), (side, side, side), (side, mine, side)
-            products = sum(self.roofline.product(Product(1, *shape), dtype) for shape in shapes)
-            total += matrices.number * steps * products
+            shapes = matrices.products(sizes.parts_of(matrices))
+            total += matrices.number * steps * sum(self.roofline.product(Product(1, *s), dtype) for s in shapes)
         return total / self.spec.group(unit).parts * self.spec.update_imbalance
 
     def _update(self, unit: str) -> float:
