@@ -37,6 +37,7 @@ NEEDS = {
     "checkpoint-in-cpu": "--recompute full",
     "contiguous-checkpointing": "--recompute full",
     "optimizer-offload-fraction": "--optimizer-cpu-offload",
+    "optimizer-nvme-offload": "--optimizer-cpu-offload",
     "muon-momentum": "--optimizer muon",
     "muon-scale": "--optimizer muon",
     "muon-num-ns-steps": "--optimizer muon",
