@@ -64,6 +64,7 @@ def run(command: Command, world: World) -> None:
     from megazero.comm.launch import failures, launch
     from megazero.comm.launch.errors import PeerLost
     from megazero.step.engine import LossScaleExhausted
+    from megazero.zero.state_file import StatesLost
 
     try:
         if plans(command.config.plan):
@@ -79,7 +80,7 @@ def run(command: Command, world: World) -> None:
             sys.exit(stop.exit_code)
     except ValueError as error:
         fail(world, f"ValueError: {error}")
-    except (LossScaleExhausted, DeadRun) as error:
+    except (LossScaleExhausted, DeadRun, StatesLost) as error:
         fail(world, str(error))
     except PeerLost as error:
         # At once, because this rank may be ended before they answer.
@@ -172,7 +173,7 @@ def prepare(command: Command, world: World) -> Plan:
     config = choose_exchange(config, layout, find_card(launch.card_name(device)))
     if config.training.deterministic_mode and device.type == "cuda":
         launch.make_deterministic()
-    memory = machine(world, device)
+    memory = machine(world, device, config.optimizer.optimizer_nvme_offload if config.trains else "")
     check_memory(config, layout, world.rank, memory)
     datasets = open_data(config, tokenizer)
     options, clock, refusal = config.checkpoint, None, ""

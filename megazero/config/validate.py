@@ -123,6 +123,11 @@ def _check_precision_and_zero(config: Config) -> None:
             f"--optimizer-cpu-offload with --optimizer {config.optimizer.optimizer}: its updates are matrix products, "
             "which CPUs compute too slowly; use --optimizer adamw, or drop --optimizer-cpu-offload"
         )
+    if config.optimizer.optimizer_nvme_offload and config.checkpoint.async_save:
+        raise ValueError(
+            "--async-save with --optimizer-nvme-offload: a save in the background copies all states to host memory; "
+            "drop one of them"
+        )
     if zero.zero_shard_size and (zero.zero_stage == 0 or zero.zero_shard_size == 1):
         raise ValueError(
             f"--zero-shard-size {zero.zero_shard_size} at --zero-stage {zero.zero_stage} partitions nothing; "

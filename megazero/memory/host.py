@@ -21,6 +21,7 @@ class Machine(NamedTuple):
     device_type: str
     device: Available | None  # per rank; None on a CPU, where ranks take host memory
     host: Available | None  # for all ranks of the node together
+    files: Available | None = None  # the same, for states in files
 
 
 def has_nvidia(root: Path = Path("/")) -> bool:

@@ -125,7 +125,7 @@ class States(NamedTuple):
     Attributes:
         gradients: at the end of an iteration.
         accumulated: gradients during the iteration, while micro-batches are added up.
-        host: the states in host memory, at most; none if they are in files.
+        host, nvme: the states in host memory or in files, at most.
     """
 
     parameters: Share
@@ -133,6 +133,7 @@ class States(NamedTuple):
     gradients: Share
     accumulated: Share
     host: Share
+    nvme: Share
 
     @classmethod
     def of(cls, config: Config, layout: Layout) -> States:
@@ -149,12 +150,14 @@ class States(NamedTuple):
         """Return the states of a group's units; of the optimizer's rules, take the one that keeps least."""
         rates, policy = Rates.least(config), group.policy
         gradients, offloaded = rates.gradients if config.trains else 0, offload_fraction(config)
+        in_files = bool(config.optimizer.optimizer_nvme_offload)
         return cls(
             Share(rates.weights, group.shards if policy.parameters else 1),
             Share(rates.optimizer, group.parts, 1 - offloaded),
             Share(gradients, group.parts, 1 - offloaded),
             Share(gradients, group.shards, 1 - offloaded) if policy.gradients else Share(gradients),
-            Share(0 if config.optimizer.optimizer_nvme_offload else rates.host, group.parts, offloaded),
+            Share(0 if in_files else rates.host, group.parts, offloaded),
+            Share(rates.host if in_files else 0, group.parts, offloaded),
         )
 
     def at_rest(self, numel: int) -> dict[str, int]:
@@ -203,7 +206,7 @@ def _copied(num_bytes: int) -> Moved:
 
 
 def _filed(num_bytes: int) -> Moved:
-    """Return what a file's thread reads or writes."""
+    """Return a read or a write of a file."""
     return Moved("nvme", "message", num_bytes)
 
 

@@ -20,7 +20,9 @@ class HostBuffer:
     weights   [owned]  in --precision: the same memory, from the update to the end of FetchWeights
     """
 
-    def __init__(self, unit: FlatUnit, options: ZeroOptions, link: HostLink, memory: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, unit: FlatUnit, options: ZeroOptions, link: HostLink, memory: torch.Tensor | None = None
+    ) -> None:
         """memory: uint8 [buffer_bytes(unit) or more], tracked elsewhere; None: allocate it."""
         self.link, numel = link, unit.owned.numel
         if memory is None:
@@ -51,7 +53,7 @@ class HostBuffer:
         return None
 
     def flush(self) -> None:
-        """Write what was changed in the place of the states, before they are read in another way."""
+        """Write changes of the states at rest, before they are read in another way."""
 
     def settle(self) -> None:
         """Wait until the memory may be overwritten. A unit's own memory has one use at a time."""

@@ -67,7 +67,7 @@ class StateFile:
         self._thread = ThreadPoolExecutor(1, "states")
 
     def flush(self) -> None:
-        """Write what was changed through `data`, before the file is read in another way."""
+        """Write changes of `data`, before the file is read in another way."""
         if self._thread is not None:
             self._map.flush()
 
@@ -126,7 +126,7 @@ class Block:
         self.fetched: torch.cuda.Event | None = None
 
     def settle(self) -> None:
-        """Wait until the file's thread has ended its tasks, and do what follows. Raises StatesLost."""
+        """Wait until the file's thread has ended its tasks, and then call `then`. Raises StatesLost."""
         while self.tasks:
             self.tasks.pop(0).result()
         then, self.then = self.then, None

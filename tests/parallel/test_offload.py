@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,16 +135,19 @@ PLACES: dict[str, dict[str, Any]] = {
     "device": {},
     "host": ON_HOST,
     "both": ON_HOST | {"optimizer_offload_fraction": 0.6},
+    "file": ON_HOST | {"optimizer_nvme_offload": tempfile.gettempdir()},
 }
 
 
-@pytest.mark.parametrize("first", ["device", "host"])
+@pytest.mark.parametrize("first", ["device", "host", "file"])
 @pytest.mark.parametrize("second", PLACES)
 def test_a_run_resumes_in_another_place(first: str, second: str, ranks, tmp_path: Path) -> None:
     """The bits are the same. Saves in the background overlap with updates of the states that they write."""
     corpus = make_corpus(tmp_path)
 
     def run(iterations: int, place: str, **options: Any) -> Curve:
+        if place == "file":  # whose states a save in the background would copy
+            options.pop("async_save", None)
         config = configured("dp2 zero1", corpus, iterations, "bf16", **options)
         config = replace(config, optimizer=replace(config.optimizer, **PLACES[place]))
         one, other = ranks(2).run(train_chain, 2, config, 1)

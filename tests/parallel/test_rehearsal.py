@@ -64,5 +64,7 @@ def test_real_ranks_the_rehearsal_and_the_estimate_agree(case: Case, ranks) -> N
         assert found.memory == outcomes[rank].memory[-1] == found.estimated_memory
         assert found.traffic == outcomes[rank].sent[-1] == found.estimated_traffic
         for kind, num_bytes in found.traffic.items():
-            assert kind in ("pcie", "nvme") or num_bytes == sum(each.num_bytes for each in found.collectives if each.kind == kind)
+            assert kind in ("pcie", "nvme") or num_bytes == sum(
+                each.num_bytes for each in found.collectives if each.kind == kind
+            )
         assert found.allocated >= found.memory["peak"] - found.memory["host"]

@@ -230,7 +230,7 @@ def inner(op: Op) -> Op:
 
 
 def axis_of(op: Op) -> str:
-    """Return the stream of an asynchronous operation: dp, tp, pp, or host for copies to and from host memory and files."""
+    """Return the stream of an asynchronous operation: dp, tp, pp, or host for host memory and files."""
     if isinstance(op, (Fetch, *HOST_COPIES)):
         return "host"
     if isinstance(op, (Transfer, SumTied)):
