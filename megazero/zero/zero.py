@@ -144,8 +144,8 @@ class Zero:
         Sharded, replicated and tied parameters are counted once.
         """
         mesh = self.mesh
-        if self.link and any(unit.gradients.stored for unit in self.trained_units):
-            self.link.finish_stores()
+        if self.link and not self.options.states_folder and any(unit.gradients.stored for unit in self.trained_units):
+            self.link.finish_stores()  # files know the norms
         units = [unit for unit in self.trained_units if unit.name != tied or mesh.pp.is_first]
         pieces: list[list[torch.Tensor | float]] = []
         for group in self.groups:
