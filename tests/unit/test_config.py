@@ -51,7 +51,8 @@ COMING: set[str] = set()
 # 154: --optimizer, and three --muon-*.
 # 156: --optimizer-cpu-offload and its fraction.
 # 158: --adam-moments and --master-weights.
-NUM_OPTIONS = 158
+# 159: --layout.
+NUM_OPTIONS = 159
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {

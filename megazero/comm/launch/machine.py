@@ -17,12 +17,14 @@ SHOWN += ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
 
 def machine(world: World, device: torch.device) -> Machine:
     """Return the free memory of this rank's device and of its node."""
-    free = None
+    free, memory = None, host_memory(whole=True)
+    whole = memory.num_bytes if memory is not None else None
     if device.type == "cuda":
-        free = Available(torch.cuda.mem_get_info(device)[0], "free on its GPU")
+        left, whole = torch.cuda.mem_get_info(device)
+        free = Available(left, "free on its GPU")
     first = world.rank - world.local_rank  # launchers number the ranks of a node consecutively
     ranks = range(max(0, first), min(first + local_size(world), world.size))
-    return Machine(ranks, device.type, free, host_memory())
+    return Machine(ranks, device.type, free, host_memory(), whole)
 
 
 def bind_to_near_cpus(device: torch.device, root: Path = Path("/")) -> None:
