@@ -374,6 +374,12 @@ class OptimizerConfig:
 class ParallelConfig:
     """Division of the model over ranks. Data-parallel ranks = all ranks / (tensor x context x pipeline)."""
 
+    layout: Literal["given", "auto"] = "given"
+    """auto: choose the fastest layout that fits in memory, predicted for these ranks and devices: parallelism,
+    schedule, ZeRO stage and shard size, recompute, micro-batch. Those of its flags on the command line keep their
+    value; those of a preset do not count, unless it has layout = "auto" itself. Needs --global-batch-size. The choice
+    is printed as flags, and config.toml has them. Any layout trains the same model. given: the flags, or their
+    defaults."""
     tensor_model_parallel_size: Ranks = 1
     """Ranks that share each matrix of a layer."""
     context_parallel_size: Ranks = 1

@@ -205,7 +205,7 @@ def losses(log_dir: Path) -> dict[int, float]:
 def test_a_disk_that_fails_or_a_kill_loses_no_more_than_other_runs_do(
     model: list[Any], start: Start, tmp_path: Path
 ) -> None:
-    """States are in a file without a name. A run whose writes fail prints this; killed runs resume with the same curve."""
+    """States are in a file without a name. A run whose writes fail prints this; a killed run has the same curve."""
     folder = tmp_path / "nvme"
     folder.mkdir()
     flags = [*model, "--optimizer-cpu-offload", "--optimizer-nvme-offload", folder, "--log-interval", 1]

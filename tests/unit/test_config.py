@@ -52,7 +52,8 @@ COMING: set[str] = set()
 # 156: --optimizer-cpu-offload and its fraction.
 # 158: --adam-moments and --master-weights.
 # 159: --optimizer-nvme-offload.
-NUM_OPTIONS = 159
+# 160: --layout.
+NUM_OPTIONS = 160
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {

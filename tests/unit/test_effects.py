@@ -184,6 +184,7 @@ SEEN = {
     "wandb-project": "unit/test_log.py",
     "plan": "unit/test_plan.py",
     "plan-search": "unit/test_plan.py",
+    "layout": "unit/test_choose.py",
     "rehearse": "unit/test_rehearsal.py",
     "sample-prompts": "parallel/test_samples.py",
     "sample-interval": "parallel/test_samples.py",

@@ -184,6 +184,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "chosen": "",
         "num_ids": 257,
         "corpus": As("Trainer.datasets.train_tokens"),
+        "auto": "",
     },
     "details": {
         "config": CONFIG,

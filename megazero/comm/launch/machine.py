@@ -24,12 +24,14 @@ def machine(world: World, device: torch.device, folder: str = "") -> Machine:
     Raises:
         ValueError: the folder cannot be written; it is that of --optimizer-nvme-offload.
     """
-    free = None
+    free, memory = None, host_memory(whole=True)
+    whole = memory.num_bytes if memory is not None else None
     if device.type == "cuda":
-        free = Available(torch.cuda.mem_get_info(device)[0], "free on its GPU")
+        left, whole = torch.cuda.mem_get_info(device)
+        free = Available(left, "free on its GPU")
     first = world.rank - world.local_rank  # launchers number the ranks of a node consecutively
     ranks = range(max(0, first), min(first + local_size(world), world.size))
-    return Machine(ranks, device.type, free, host_memory(), _free_space(folder) if folder else None)
+    return Machine(ranks, device.type, free, host_memory(), whole, _free_space(folder) if folder else None)
 
 
 def _free_space(folder: str) -> Available:
