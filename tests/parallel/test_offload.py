@@ -235,3 +235,10 @@ def test_bytes_of_copies_by_the_formula_of_the_docs(dp: int, zero: int, reductio
     spec, _ = planned(case)
     owned = sum(unit.numel for unit in spec.units.values()) // (dp if zero else 1)
     assert estimate(*case.resolved()).traffic["pcie"] == (4 * (2 * reductions - 1) + 2) * owned
+    in_file = estimate(*case._replace(disk=True).resolved())
+    assert in_file.traffic["pcie"] == (4 * (2 * reductions - 1) + 2) * owned
+    pages = 4096 * (2 * reductions + 2) * len(spec.units)  # each read and write is of whole pages
+    moved = in_file.traffic["nvme"] - (32 + 8 * (reductions - 1)) * owned
+    assert 0 <= moved < pages
+    largest = 16 * max(unit.numel for unit in spec.units.values()) // (dp if zero else 1)
+    assert 16 * owned <= in_file.memory["nvme"] and 2 * largest <= in_file.memory["host"] < 2 * (largest + 2 * 4096)
