@@ -178,7 +178,7 @@ def prepare(command: Command, world: World) -> Plan:
     if config.parallel.layout == "auto":
         priced = device_of_ranks(config, launch.card_name(device), memory, world.size)
         choice = choose_layout(config, command.given, world.size, vocabulary, priced)
-        auto, given = choice.words(config, priced), {*command.given, *choice.names(config)} - {"layout"}
+        auto, given = choice.words(config, priced), {*command.given, *choice.names(config)} - {"layout", "device-type"}
         command = command._replace(config=choice.apply(command.config), given=frozenset(given))
         config = choice.apply(config)
     config, layout = resolve(config, world.size, vocabulary, declare)

@@ -47,7 +47,9 @@ def test_any_number_of_ranks_trains_the_same_curve(ranks: int, given: Path, tmp_
 def test_the_config_of_a_run_is_its_layout(tmp_path: Path) -> None:
     """It trains without a choice, and with --layout auto on other ranks another is chosen."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    done = pretrain(*TINY.split(), "--layout", "auto", "--recompute", "selective", "--log-dir", first, ranks=2)
+    done = pretrain(
+        *TINY.split(), *"--layout auto --recompute selective --device-type cpu --log-dir".split(), first, ranks=2
+    )
     assert done.returncode == 0, done.stderr
     config = first / "config.toml"
     values = tomllib.loads(config.read_text())

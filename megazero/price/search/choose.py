@@ -14,6 +14,7 @@ from megazero.config.flags import LAYOUT_FLAGS, as_flag, value_of, with_values
 from megazero.config.schema import CheckpointConfig, Config, EvaluationConfig, LogConfig
 from megazero.memory.host import Machine
 from megazero.price.plan import Plan
+from megazero.price.search.candidates import as_given
 from megazero.price.search.search import Search
 from megazero.price.time.devices import Constant, Device, find_card, known_devices, load_device
 from megazero.units import size
@@ -41,7 +42,7 @@ class Chosen(NamedTuple):
 
     def apply(self, config: Config) -> Config:
         """Return `config` with this layout, as if it had been given."""
-        return with_values(config, {**self.flags, "layout": "given"})
+        return as_given(with_values(config, self.flags))
 
     def names(self, config: Config) -> list[str]:
         """Return the flags that change `config`: a preset of them, and of the given ones, is this layout."""
@@ -127,7 +128,8 @@ def device_of_ranks(config: Config, card: str, machine: Machine, world: int) -> 
     if device is None:
         raise ValueError(
             f"--layout auto: no device file describes {card}; add --device-type with the most similar of "
-            f"{', '.join(known_devices())}, or with a TOML file of your own (docs/plan.md)"
+            f"{', '.join(name for name in known_devices() if name != CPU)}, or with a TOML file of your own "
+            "(docs/plan.md)"
         )
     if device.kind != kind:
         raise ValueError(f"--device-type {named} describes a {device.kind} device, and this rank has {card or 'a CPU'}")
