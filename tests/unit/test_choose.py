@@ -180,3 +180,16 @@ def test_the_printed_flags_make_the_same_run() -> None:
     assert "dp 3 x tp 2" in words and words.endswith(f"instead of --layout auto: {fixed}") and " s a step" in words
     found, _ = choose(f"--tensor-model-parallel-size 2 {fixed}", 6)
     assert found.words(config, CPU).endswith("To fix this layout, leave out --layout auto")
+
+
+def test_the_printed_flags_replace_those_of_a_preset(tmp_path: Path) -> None:
+    """Without --layout auto the preset's layout counts again, also where the choice is a default."""
+    preset = tmp_path / "mine.toml"
+    preset.write_text("zero-stage = 3\nmicro-batch-size = 2\nrecompute = 'full'\n")
+    command = asked(f"--preset {preset}")
+    found = choose_layout(command.config, command.given, 8, 0, CPU)
+    fixed = found.as_flags(command.config, command.dropped)
+    assert "--recompute none" in fixed and found.words(command.config, CPU, command.dropped).endswith(fixed)
+    line = f"{TINY.removesuffix('--layout auto')} --preset {preset} {fixed}"
+    again = read(line.split()).config
+    assert {name: value_of(again, name) for name in LAYOUT_FLAGS} == found.flags

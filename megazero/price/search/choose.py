@@ -48,13 +48,14 @@ class Chosen(NamedTuple):
         """Return the flags that change `config`: a preset of them, and of the given ones, is this layout."""
         return [name for name, value in self.flags.items() if value != value_of(config, name)]
 
-    def as_flags(self, config: Config) -> str:
-        """Return the flags that make `config` this layout, as a command line."""
-        return " ".join(as_flag(name, self.flags[name]) for name in self.names(config))
+    def as_flags(self, config: Config, dropped: Collection[str] = ()) -> str:
+        """Return the flags that make `config` this layout, as a command line. dropped: those that its preset has."""
+        names = {*self.names(config), *dropped}
+        return " ".join(as_flag(name, value) for name, value in self.flags.items() if name in names)
 
-    def words(self, config: Config, device: Device) -> str:
-        """Report the choice, and how to fix it. config: without it."""
-        flags = self.as_flags(config)
+    def words(self, config: Config, device: Device, dropped: Collection[str] = ()) -> str:
+        """Report the choice, and how to fix it. config, dropped: without the choice, as `Command` has them."""
+        flags = self.as_flags(config, dropped)
         fixed = f"instead of --layout auto: {flags}" if flags else "leave out --layout auto"
         return (
             f"chosen by --layout auto: {self.layout}; predicted for {device.name}: {self.seconds:.3g} s a step, "
