@@ -64,6 +64,7 @@ def run(command: Command, world: World) -> None:
     from megazero.comm.launch import failures, launch
     from megazero.comm.launch.errors import PeerLost
     from megazero.step.engine import LossScaleExhausted
+    from megazero.zero.state_file import StatesLost
 
     try:
         if plans(command.config.plan):
@@ -79,7 +80,7 @@ def run(command: Command, world: World) -> None:
             sys.exit(stop.exit_code)
     except ValueError as error:
         fail(world, f"ValueError: {error}")
-    except (LossScaleExhausted, DeadRun) as error:
+    except (LossScaleExhausted, DeadRun, StatesLost) as error:
         fail(world, str(error))
     except PeerLost as error:
         # At once, because this rank may be ended before they answer.
@@ -174,7 +175,8 @@ def prepare(command: Command, world: World) -> Plan:
         bind_to_near_cpus(device)
     require_data(config)  # before the tokenizer, because a corpus may name it
     tokenizer = data_tokenizer(config)
-    vocabulary, memory, auto = tokenizer.vocab_size if tokenizer else 0, machine(world, device), ""
+    vocabulary, auto = tokenizer.vocab_size if tokenizer else 0, ""
+    memory = machine(world, device, config.optimizer.optimizer_nvme_offload if config.trains else "")
     if config.parallel.layout == "auto":
         priced = device_of_ranks(config, launch.card_name(device), memory, world.size)
         choice = choose_layout(config, command.given, world.size, vocabulary, priced)

@@ -356,6 +356,9 @@ class OptimizerConfig:
     ] = 1.0
     """--optimizer-cpu-offload: share of a rank's elements with their states in host memory. Its first layers have them
     there; a layer is not divided."""
+    optimizer_nvme_offload: str = ""
+    """--optimizer-cpu-offload: a folder on a fast disk of each node. States and gradients are kept in a file there, and
+    host memory holds those of two layers at a time, for the update. The same run, at the speed of the disk."""
 
     @property
     def rules(self) -> Optimizer:
