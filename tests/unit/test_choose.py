@@ -149,18 +149,18 @@ def test_several_ranks_choose_for_memory_that_they_have_in_common() -> None:
     later = machine._replace(host=Available(3 * 10**9, ""), ranks=range(0, 4))
     first = device_of_ranks(config, "", machine, 8)
     assert first == device_of_ranks(config, "", later, 8)
-    assert first["memory.capacity"] == 0.9e10 / 4 and first.devices_per_node == 4
+    assert first["memory.capacity"] == 0.9 * 10**10 / 4 and first.devices_per_node == 4
     alone = device_of_ranks(config, "", machine._replace(ranks=range(1)), 1)
-    assert alone["memory.capacity"] == host.num_bytes and alone.devices_per_node == 1
+    assert alone["memory.capacity"] == 0.9 * host.num_bytes and alone.devices_per_node == 1
 
 
 def test_the_device_of_ranks_is_their_card() -> None:
     gpu = Machine(range(2), "cuda", Available(70 * 10**9, "free on its GPU"), None, 80 * 10**9)
     config = asked().config
     found = device_of_ranks(config, "NVIDIA H100 80GB HBM3", gpu, 2)
-    assert (found.name, found["memory.capacity"], found.devices_per_node) == ("h100-80gb", 80e9, 2)
+    assert (found.name, found["memory.capacity"], found.devices_per_node) == ("h100-80gb", 0.9 * 80e9, 2)
     assert found["compute.fp32"] == found["compute.tf32"]
-    assert device_of_ranks(config, "NVIDIA H100 80GB HBM3", gpu, 1)["memory.capacity"] == 70e9
+    assert device_of_ranks(config, "NVIDIA H100 80GB HBM3", gpu, 1)["memory.capacity"] == 0.9 * 70e9
     with pytest.raises(ValueError, match=r"no device file describes NVIDIA X; add --device-type .* b200, .* your own"):
         device_of_ranks(config, "NVIDIA X", gpu, 2)
     named = asked("--device-type a100-80gb").config

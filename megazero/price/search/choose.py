@@ -20,7 +20,7 @@ from megazero.price.time.devices import Constant, Device, find_card, known_devic
 from megazero.units import size
 
 CPU = "cpu"  # the device file of ranks without a GPU
-SHARE = 0.9  # of a machine's memory, for all of its ranks: the rest is the system's
+SHARE = 0.9  # of memory: the rest is for the system, temporaries inside layers and fragmentation, which no plan counts
 
 
 class Chosen(NamedTuple):
@@ -116,7 +116,7 @@ def device_of_ranks(config: Config, card: str, machine: Machine, world: int) -> 
     """Return the device of this run's ranks: its constants from a device file, its memory from the machine.
 
     Ranks that start together see different amounts of free memory, and must choose the same layout. So only a rank
-    alone takes the free memory; others a share of the whole. `check_memory` compares with the free memory later.
+    alone counts the free memory; others count the whole. `check_memory` compares with the free memory later.
 
     Args:
         card: the name of this rank's GPU; empty for a CPU.
@@ -134,11 +134,9 @@ def device_of_ranks(config: Config, card: str, machine: Machine, world: int) -> 
         )
     if device.kind != kind:
         raise ValueError(f"--device-type {named} describes a {device.kind} device, and this rank has {card or 'a CPU'}")
-    free = machine.device or machine.host
-    whole = int(SHARE * machine.whole) if machine.whole and kind == "cpu" else machine.whole
-    memory = free.num_bytes if world == 1 and free is not None else whole
-    measured = {"node.devices": float(ranks)}
+    free, measured = machine.device or machine.host, {"node.devices": float(ranks)}
+    memory = free.num_bytes if world == 1 and free is not None else machine.whole
     if memory is not None:
-        measured["memory.capacity"] = float(memory if kind == "cuda" else memory // ranks)
+        measured["memory.capacity"] = SHARE * (memory if kind == "cuda" else memory // ranks)
     constants = {name: Constant(value, value, value, "of this machine") for name, value in measured.items()}
     return replace(device, constants=device.constants | constants).multiplying(config.training)
