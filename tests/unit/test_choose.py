@@ -52,7 +52,7 @@ GIVEN = {
     "tensor-model-parallel-size": ("--tensor-model-parallel-size 4", 4),
     "context-parallel-size": ("--context-parallel-size 2", 4),
     "pipeline-model-parallel-size": ("--pipeline-model-parallel-size 4", 4),
-    "expert-model-parallel-size": (f"--expert-model-parallel-size 4 {EXPERTS}", 4),
+    "expert-model-parallel-size": (f"--expert-model-parallel-size 2 {EXPERTS}", 2),
     "expert-tensor-parallel-size": (f"--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 {EXPERTS}", 4),
     "pipeline-schedule": ("--pipeline-schedule gpipe --pipeline-model-parallel-size 2", 2),
     "virtual-pipeline-stages": ("--virtual-pipeline-stages 2", 2),
@@ -68,6 +68,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flag", LAYOUT_FLAGS)
 def test_a_given_flag_keeps_its_value(flag: str) -> None:
     """Even one that no search tries, and the layout is one that a run accepts."""
@@ -81,6 +82,7 @@ def test_a_given_flag_keeps_its_value(flag: str) -> None:
     assert value_of(unfixed, flag) != value_of(config, flag) and free.seconds <= found.seconds
 
 
+@pytest.mark.long
 def test_without_given_flags_the_fastest_of_all_layouts_is_chosen() -> None:
     found, config = choose("", 4)
     assert found.flags.keys() == {*LAYOUT_FLAGS}
