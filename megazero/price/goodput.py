@@ -2,7 +2,7 @@
 
 Failures are independent and equally likely at any time, so that the time between them is exponential, with the mean of
 one device divided by their number. After a failure, the run starts again from its last checkpoint, which takes
-`restart` seconds; a failure in them begins them anew.
+`restart` seconds; a failure during a restart begins it again.
 
 Note [goodput]: a run works for an interval T, saves for C, and loses all of it if it fails before the end of the save.
 With failures every M seconds, a stretch of T + C takes M e^(R/M) (e^((T+C)/M) - 1) seconds on average, restarts of R

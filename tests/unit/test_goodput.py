@@ -19,7 +19,7 @@ from megazero.price.time.devices import load_device
 def stretches(interval: float, save: float, restart: float, mtbf: float, seed: int) -> list[float]:
     """Simulate 4,000 stretches of work and save, event by event: the seconds that each takes.
 
-    A failure loses the work since the last save; a failure during a restart begins the restart anew.
+    A failure loses the work since the last save; a failure during a restart begins it again.
     """
     draw, found = random.Random(seed), []
     for _ in range(4000):
@@ -45,7 +45,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_formula_agrees_with_a_simulation(case: tuple[float, float, float, float]) -> None:
-    """Of the mean of n independent stretches, within 4.5 standard errors: one seed in 100,000 is further off."""
+    """Compare the mean of independent stretches within 4.5 standard errors: one seed in 100,000 is further off."""
     interval, save, *_ = case
     expected = interval / goodput(*case)
     found = stretches(*case, seed=11)
@@ -55,7 +55,7 @@ def test_the_formula_agrees_with_a_simulation(case: tuple[float, float, float, f
 
 
 def test_the_best_interval_loses_least() -> None:
-    """Of all intervals, where saves are short next to the time between failures; later, the formula is too long."""
+    """It does so where saves are short next to the time between failures."""
     for save, mtbf in ((5.0, 36_000.0), (0.1, 1000.0), (60.0, 86_400.0)):
         best = best_interval(save, mtbf)
         assert best == pytest.approx(math.sqrt(2 * save * mtbf), rel=1e-15)
@@ -63,7 +63,7 @@ def test_the_best_interval_loses_least() -> None:
         others = [goodput(best * factor, save, 90.0, mtbf) for factor in (0.5, 0.8, 1.25, 2.0)]
         assert max(others) < found
         finest = max(goodput(best * (0.5 + n / 1000), save, 90.0, mtbf) for n in range(1500))
-        assert finest - found < 1e-3 * (1 - found)  # the second order: of (T / M) of what is lost
+        assert finest - found < 1e-3 * (1 - found)  # of the time that is lost
     assert goodput(1e6, 1.0, 60.0, 60.0) == 0.0
 
 
