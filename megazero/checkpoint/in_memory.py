@@ -51,7 +51,7 @@ from megazero.checkpoint.planning import RankPlan, SaveLayout, file_name
 from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.storage import ChunkReader, Save, Target, WrittenFile
 from megazero.checkpoint.tensor_file import host_bytes
-from megazero.files import OutputFile, crc32, explain, open_regular, read_regular, write_atomically
+from megazero.files import OutputFile, crc32, explain, read_regular, write_atomically
 from megazero.log import log
 from megazero.units import size, things
 
@@ -230,11 +230,15 @@ class MemoryCheckpoints:
 
     def _copy(self, folder: Path, group: Group) -> None:
         """Send this rank's file to the next node, and write those of the node before. OSError once all have arrived."""
-        failures = []
+        failures, pieces = [], ()
+        try:
+            pieces = _pieces(folder / file_name(rank_of(group)))
+        except OSError as error:
+            failures.append(error)
         for to, source in self.nodes.copies():
-            arriving = exchange(_pieces(folder / file_name(rank_of(group))), to, source, group)
             path = folder / file_name(source) if source is not None else folder
-            failures += [error for error in [_write_pieces(path, arriving)] if error]
+            error = _write_pieces(path, exchange(pieces, to, source, group))
+            failures += [error] if error is not None else []
         if failures:
             raise failures[0]
 
@@ -379,13 +383,13 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _pieces(path: Path) -> Iterator[torch.Tensor]:
-    """Yield a file in pieces, without a copy; nothing if there is none, because the rank wrote nothing."""
+def _pieces(path: Path) -> Sequence[torch.Tensor]:
+    """Return the pieces of a file, without a copy; none if there is no file, because the rank wrote nothing."""
     if not path.exists():
-        return
-    with contextlib.closing(os.fdopen(open_regular(path), "rb")) as file:
-        content = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    yield from content.split(PIECE_BYTES)
+        return ()
+    with open(path, "rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(content, dtype=torch.uint8).split(PIECE_BYTES)
 
 
 def _write_pieces(path: Path, pieces: Iterable[torch.Tensor]) -> OSError | None:
