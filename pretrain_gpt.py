@@ -64,6 +64,7 @@ def run(command: Command, world: World) -> None:
     from megazero.comm.launch import failures, launch
     from megazero.comm.launch.errors import PeerLost
     from megazero.step.engine import LossScaleExhausted
+    from megazero.zero.state_file import StatesLost
 
     try:
         if plans(command.config.plan):
@@ -79,7 +80,7 @@ def run(command: Command, world: World) -> None:
             sys.exit(stop.exit_code)
     except ValueError as error:
         fail(world, f"ValueError: {error}")
-    except (LossScaleExhausted, DeadRun) as error:
+    except (LossScaleExhausted, DeadRun, StatesLost) as error:
         fail(world, str(error))
     except PeerLost as error:
         # At once, because this rank may be ended before they answer.
@@ -100,8 +101,9 @@ def predict(command: Command) -> None:
     from rich.console import Console
 
     from megazero.price import plan_report
-    from megazero.price.plan import make_plan, plan_config
+    from megazero.price.plan import make_plan, plan_config, vocabulary
     from megazero.price.search import search_report
+    from megazero.price.search.choose import choose_layout
     from megazero.price.time.devices import load_device
 
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -111,6 +113,10 @@ def predict(command: Command) -> None:
         config, chosen = gpu_defaults(config, command.given, device.fastest_precision)
         if chosen:
             log.info(chosen)
+    if config.parallel.layout == "auto":
+        choice = choose_layout(config, command.given, config.plan.world_size or 1, vocabulary(config), device)
+        log.info(choice.words(config, device))
+        config = choice.apply(config)
     if config.plan.plan_search:
         search_report.run_search(config, command.args, console)
         return
@@ -128,10 +134,11 @@ def place_of(error: BaseException) -> str:
 class Plan(NamedTuple):
     """One rank's part in a run, checked before ranks meet."""
 
-    command: Command
+    command: Command  # with the flags that --layout auto chose, as if given
     world: World
     config: Config  # resolved
     chosen: str  # note on the defaults that the GPU chose
+    auto: str  # report of --layout auto
     layout: Layout
     device: torch.device
     machine: Machine
@@ -154,6 +161,7 @@ def prepare(command: Command, world: World) -> Plan:
     from megazero.huggingface.loading import open_weights
     from megazero.model.stage import declare
     from megazero.price.bytes.capacity import check_memory
+    from megazero.price.search.choose import choose_layout, device_of_ranks
     from megazero.price.time.devices import find_card
     from megazero.price.time.exchange import choose_exchange
     from megazero.run.exports import guard_exports
@@ -167,12 +175,19 @@ def prepare(command: Command, world: World) -> Plan:
         bind_to_near_cpus(device)
     require_data(config)  # before the tokenizer, because a corpus may name it
     tokenizer = data_tokenizer(config)
-    config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0, declare)
+    vocabulary, auto = tokenizer.vocab_size if tokenizer else 0, ""
+    memory = machine(world, device, config.optimizer.optimizer_nvme_offload if config.trains else "")
+    if config.parallel.layout == "auto":
+        priced = device_of_ranks(config, launch.card_name(device), memory, world.size)
+        choice = choose_layout(config, command.given, world.size, vocabulary, priced)
+        auto, given = choice.words(config, priced), {*command.given, *choice.names(config)} - {"layout"}
+        command = command._replace(config=choice.apply(command.config), given=frozenset(given))
+        config = choice.apply(config)
+    config, layout = resolve(config, world.size, vocabulary, declare)
     check_device(config, device.type)
     config = choose_exchange(config, layout, find_card(launch.card_name(device)))
     if config.training.deterministic_mode and device.type == "cuda":
         launch.make_deterministic()
-    memory = machine(world, device)
     check_memory(config, layout, world.rank, memory)
     datasets = open_data(config, tokenizer)
     options, clock, refusal = config.checkpoint, None, ""
@@ -191,7 +206,7 @@ def prepare(command: Command, world: World) -> Plan:
             refusal = explain(error) if isinstance(error, OSError) else str(error)
             if world.size > 1:  # at once, because the others may start late, or never
                 log.error(f"{refusal}; this rank ends once all ranks have joined")
-    return Plan(command, world, config, chosen, layout, device, memory, tokenizer, datasets, clock, refusal)
+    return Plan(command, world, config, chosen, auto, layout, device, memory, tokenizer, datasets, clock, refusal)
 
 
 def connect(plan: Plan) -> tuple[Mesh, list[str]]:
@@ -223,6 +238,7 @@ def connect(plan: Plan) -> tuple[Mesh, list[str]]:
             plan.chosen,
             tokenizer.vocab_size if tokenizer else 0,
             datasets.train_tokens,
+            plan.auto,
         )
         log.info("\n".join(screen))
     with launch.limit(world, 60 * (launch.JOIN_MINUTES + minutes), "making the groups of ranks"):
@@ -247,7 +263,13 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
 
     plan = prepare(command, world)
     mesh, screen = connect(plan)
-    config, datasets, tokenizer, hosts = plan.config, plan.datasets, plan.tokenizer, mesh.world.hosts
+    command, config, datasets, tokenizer, hosts = (
+        plan.command,
+        plan.config,
+        plan.datasets,
+        plan.tokenizer,
+        mesh.world.hosts,
+    )
     with mesh.world.peer_errors("looking for a checkpoint"):
         lock = checkpoint.lock(Path(config.checkpoint.save), mesh.host_group) if config.checkpoint.save else None
         load = find_checkpoint(config, mesh.host_group)
@@ -301,12 +323,21 @@ def rehearse(command: Command, world: World) -> None:
     """Run steps of ranks of a larger world on stand-in tensors (--rehearse)."""
     from megazero.comm.launch import launch
     from megazero.price.plan import vocabulary
-    from megazero.rehearse.rehearsal_report import run_rehearsal
+    from megazero.price.search.choose import CPU, choose_layout
+    from megazero.price.time.devices import load_device
+    from megazero.rehearse.rehearsal import RehearsalDevice
+    from megazero.rehearse.rehearsal_report import pretended_world, run_rehearsal
 
     device = launch.pick_device(world)
     config, chosen = with_gpu_defaults(command, launch.fastest_precision(device) if device.type == "cuda" else "")
     if chosen:
         log.info(chosen)
+    if config.parallel.layout == "auto":
+        on = config.plan.rehearse_on
+        priced = load_device(config.plan.device_type or (CPU if RehearsalDevice.of(on).kind == CPU else ""))
+        choice = choose_layout(config, command.given, pretended_world(config, world), vocabulary(config), priced)
+        log.info(choice.words(config, priced))
+        config = choice.apply(config)
     run_rehearsal(config, world, vocabulary(config))
 
 

@@ -19,7 +19,8 @@ from megazero.config.cli import parse
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.price.plan import Plan, make_plan
-from megazero.price.search.search import Candidate, Search
+from megazero.price.search.candidates import Candidate
+from megazero.price.search.search import Search
 from megazero.price.search.search_report import command
 from megazero.price.time.devices import load_device
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megazero.config.flags import flags, to_toml, toml_value, value_of
+from megazero.config.flags import LAYOUT_FLAGS, flags, to_toml, toml_value, value_of, with_values
 from megazero.config.foreign.translate import OWN_WORDS, refusals, split_items, translate
 from megazero.config.help import show_normal
 from megazero.config.limits import check_text
@@ -123,7 +123,11 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         if stop.code and notes:  # the message names the translation of a foreign flag
             log.error("\n".join(notes))
         raise
-    return Command(config, args, frozenset(values) | names_of(args), notes)
+    given = frozenset(values) | names_of(args)
+    if config.parallel.layout == "auto" and "layout" in names_of(args):  # then the layout of a preset does not count
+        dropped = given & {*LAYOUT_FLAGS} - names_of(args)
+        config, given = with_values(config, {name: flags()[name].default for name in dropped}), given - dropped
+    return Command(config, args, given, notes)
 
 
 def _sources(args: list[str], preset: Mapping[str, Any]) -> tuple[str, list[str]]:

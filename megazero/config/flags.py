@@ -12,6 +12,26 @@ from typing import Any, NamedTuple
 from megazero.config.limits import Bounds
 from megazero.config.schema import Config
 
+# Flags that a search for a layout sets, in the order of a command line.
+LAYOUT_FLAGS = (
+    "tensor-model-parallel-size",
+    "context-parallel-size",
+    "pipeline-model-parallel-size",
+    "expert-model-parallel-size",
+    "expert-tensor-parallel-size",
+    "pipeline-schedule",
+    "virtual-pipeline-stages",
+    "pipeline-split",
+    "sequence-parallel",
+    "zero-stage",
+    "zero-shard-size",
+    "recompute",
+    "partition-activations",
+    "checkpoint-in-cpu",
+    "contiguous-checkpointing",
+    "micro-batch-size",
+)
+
 
 class Flag(NamedTuple):
     """A flag of the command line, which is a field of a group of `Config`.

@@ -11,7 +11,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from megazero.config.flags import as_flag, flags, value_of
+from megazero.config.flags import LAYOUT_FLAGS, as_flag, flags, value_of
 from megazero.config.limits import check_text, shorten
 from megazero.config.schema import CheckpointConfig, Config, PlanConfig
 from megazero.config.validate_model import check_model
@@ -49,6 +49,7 @@ NEEDS = {
     "checkpoint-in-cpu": "--recompute full",
     "contiguous-checkpointing": "--recompute full",
     "optimizer-offload-fraction": "--optimizer-cpu-offload",
+    "optimizer-nvme-offload": "--optimizer-cpu-offload",
     "muon-momentum": "--optimizer muon",
     "muon-scale": "--optimizer muon",
     "muon-num-ns-steps": "--optimizer muon",
@@ -91,18 +92,20 @@ def check_values(config: Config) -> None:
         )
     _check_precision_and_zero(config)
     _check_learning_rate(config)
-    _check_activations(config)
+    if config.parallel.layout == "given":  # else the flags that these need may be chosen yet
+        _check_layout(config)
     _check_saving(config)
     _check_profile(config)
-    _check_plan(config.plan)
+    _check_plan(config.plan, config.parallel.layout == "auto")
     _check_data(config)
 
 
 def _check_needs(config: Config) -> None:
     """Refuse flags without those that they need."""
+    undecided = LAYOUT_FLAGS if config.parallel.layout == "auto" else ()
     for name, needed in NEEDS.items():
         given = value_of(config, name)
-        if given == flags()[name].default:
+        if given == flags()[name].default or name in undecided:
             continue
         others = re.findall(r"--([a-z-]+) ?(\w*)", needed)
         for other, value in others:
@@ -134,16 +137,16 @@ def _check_precision_and_zero(config: Config) -> None:
             f"--optimizer-cpu-offload with --optimizer {config.optimizer.optimizer}: its updates are matrix products, "
             "which CPUs compute too slowly; use --optimizer adamw, or drop --optimizer-cpu-offload"
         )
+    if config.optimizer.optimizer_nvme_offload and config.checkpoint.async_save:
+        raise ValueError(
+            "--async-save with --optimizer-nvme-offload: a save in the background copies all states to host memory; "
+            "drop one of them"
+        )
     if zero.zero_shard_size and (zero.zero_stage == 0 or zero.zero_shard_size == 1):
         raise ValueError(
             f"--zero-shard-size {zero.zero_shard_size} at --zero-stage {zero.zero_stage} partitions nothing; "
             "use at least 2 and a stage of at least 1, or drop it"
         )
-    for flag, every, stage in (("reduce", zero.zero_reduce_every, 2), ("gather", zero.zero_gather_every, 3)):
-        if every == "step" and zero.zero_stage < stage:
-            raise ValueError(
-                f"--zero-{flag}-every step needs --zero-stage {stage} or higher; raise it, or drop this flag"
-            )
 
 
 def _check_learning_rate(config: Config) -> None:
@@ -181,7 +184,14 @@ def _check_learning_rate(config: Config) -> None:
         )
 
 
-def _check_activations(config: Config) -> None:
+def _check_layout(config: Config) -> None:
+    """Refuse flags that the rest of the layout does not allow."""
+    zero = config.zero
+    for flag, every, stage in (("reduce", zero.zero_reduce_every, 2), ("gather", zero.zero_gather_every, 3)):
+        if every == "step" and zero.zero_stage < stage:
+            raise ValueError(
+                f"--zero-{flag}-every step needs --zero-stage {stage} or higher; raise it, or drop this flag"
+            )
     tp, sequence = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
     partitions = config.activations.partition_activations
     for flag, given in (("partition-activations", partitions), ("sequence-parallel", sequence)):
@@ -258,16 +268,23 @@ def plans(plan: PlanConfig) -> bool:
     return plan.plan or plan.plan_search
 
 
-def _check_plan(plan: PlanConfig) -> None:
+def _check_plan(plan: PlanConfig, auto: bool) -> None:
     if plan.plan and plan.plan_search:
         raise ValueError("--plan and --plan-search: one predicts this layout, the other looks for better ones; use one")
     if plans(plan) and plan.rehearse:
         asked = "--plan-search" if plan.plan_search else "--plan"
         raise ValueError(f"--rehearse {plan.rehearse} with {asked}: both end before training; use one after the other")
+    if plan.plan_search and auto:
+        raise ValueError(
+            "--plan-search with --layout auto: the search prints layouts, and sets none; use --plan, or run"
+        )
     for flag in ("world-size", "device-type", "moe-plan-imbalance"):
         value = getattr(plan, flag.replace("-", "_"))
-        if value != flags()[flag].default and not plans(plan):
-            raise ValueError(f"{as_flag(flag, value)} needs --plan or --plan-search; add one of them, or drop it")
+        used, ways = plans(plan), "--plan or --plan-search"
+        if flag == "device-type":
+            used, ways = used or auto, "--plan, --plan-search or --layout auto"
+        if value != flags()[flag].default and not used:
+            raise ValueError(f"{as_flag(flag, value)} needs {ways}; add one of them, or drop it")
 
 
 def check_device(config: Config, device_type: str) -> None:

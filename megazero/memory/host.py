@@ -21,6 +21,8 @@ class Machine(NamedTuple):
     device_type: str
     device: Available | None  # per rank; None on a CPU, where ranks take host memory
     host: Available | None  # for all ranks of the node together
+    whole: int | None = None  # bytes of the device or, on a CPU, of the host, with those that are taken
+    files: Available | None = None  # for states in files, of all ranks of the node together
 
 
 def has_nvidia(root: Path = Path("/")) -> bool:
@@ -44,21 +46,22 @@ def near_cpus(address: str, root: Path = Path("/")) -> set[int]:
         return set()
 
 
-def host_memory(root: Path = Path("/")) -> Available | None:
+def host_memory(root: Path = Path("/"), whole: bool = False) -> Available | None:
     """Return the host memory available to this process; None if it is unknown. root: the folder of proc/ and sys/.
 
     That is the least of MemAvailable and of the memory left in every control group around the process (containers,
-    jobs), from the innermost to the outermost. Page cache counts as available.
+    jobs), from the innermost to the outermost. Page cache counts as available. whole: with memory that is taken, which
+    does not change while ranks start.
     """
-    found = [Available(num_bytes, "of host memory") for num_bytes in _kernel_available(root)]
-    found += [Available(left, "of the control group's memory limit") for left in _control_groups(root)]
+    found = [Available(num_bytes, "of host memory") for num_bytes in _kernel_memory(root, whole)]
+    found += [Available(left, "of the control group's memory limit") for left in _control_groups(root, whole)]
     return min(found, default=None)
 
 
-def _kernel_available(root: Path) -> list[int]:
+def _kernel_memory(root: Path, whole: bool) -> list[int]:
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
+            if line.startswith("MemTotal:" if whole else "MemAvailable:"):
                 return [1024 * int(line.split()[1])]
     except (OSError, ValueError):
         pass
@@ -68,8 +71,8 @@ def _kernel_available(root: Path) -> list[int]:
         return []
 
 
-def _control_groups(root: Path) -> list[int]:
-    """Return the bytes left in every control group around this process that has a limit."""
+def _control_groups(root: Path, whole: bool) -> list[int]:
+    """Return the bytes left in every control group around this process that has a limit, or the limits."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -89,8 +92,9 @@ def _control_groups(root: Path) -> list[int]:
             if not folder.is_relative_to(root / mount):
                 break
             try:  # the outermost group, and a path outside a container, have no such file; "max" is no limit
-                taken = int((folder / usage).read_text()) - _page_cache(folder / "memory.stat", prefix)
-                left.append(max(0, int((folder / limit).read_text()) - max(0, taken)))
+                most = int((folder / limit).read_text())
+                taken = 0 if whole else int((folder / usage).read_text()) - _page_cache(folder / "memory.stat", prefix)
+                left.append(max(0, most - max(0, taken)))
             except (OSError, ValueError):
                 continue
     return left

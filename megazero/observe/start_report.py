@@ -60,6 +60,7 @@ def screen(
     chosen: str = "",
     num_ids: int = 0,
     corpus: int = 0,
+    auto: str = "",
 ) -> list[str]:
     """Return the lines that a run begins with.
 
@@ -70,6 +71,7 @@ def screen(
         chosen: the report of `gpu_defaults` on the defaults that it chose.
         num_ids: of the tokenizer; 0 without one.
         corpus: tokens of the training split; 0 with --mock-data.
+        auto: the report of --layout auto.
     """
     model, training = config.model, config.training
     tokens = config.batch_sizes.total(training.train_iters) * model.seq_length
@@ -83,6 +85,7 @@ def screen(
         f"{model.vocab_size}; {training.precision} on {layout.world_size} x {device}",
         "experts": expert_words(model),
         "layout": "\n".join(drawing(config, layout)),
+        "auto": auto,
         "memory": _memory(config, layout, machine),
         "plan": f"{training.train_iters:,} iterations of {training.global_batch_size:,} samples ({batch}"
         f"{padding_words(config, layout)}) of {model.seq_length:,} tokens: {count(tokens)} tokens{epochs}",
@@ -186,6 +189,7 @@ def _memory(config: Config, layout: Layout, machine: Machine) -> str:
         text += f" of the {size(available.num_bytes)} {available.source}"
     host = stages[fullest].memory["host"]
     more = f"; and {size(host)} of host memory" if host else ""
+    more += f"; and {size(files)} in a file" if (files := stages[fullest].memory["nvme"]) else ""
     return f"{size(need)}{text}, besides libraries: {_kinds(stages[fullest])}{more}"
 
 

@@ -25,7 +25,8 @@ from megazero.model.stage import declare
 from megazero.plan.layout.layers import layer_costs
 from megazero.plan.layout.zero_policy import DENSE
 from megazero.plan.schedule.split import rank_costs
-from megazero.price.search.search import ClosedTerms, Sizes
+from megazero.price.search.candidates import Sizes
+from megazero.price.search.search import ClosedTerms
 from megazero.price.time.devices import load_device
 from megazero.price.trace.trace import model_flops
 from tests.helpers.traces import trace_layers

@@ -16,7 +16,8 @@ from megazero.plan.layout.topology import Layout
 from megazero.plan.program.rank_spec import PlannedLayer
 from megazero.price.bytes.capacity import estimated, least
 from megazero.price.bytes.estimate import stage_bytes
-from megazero.price.search.search import ClosedTerms, candidates
+from megazero.price.search.candidates import candidates
+from megazero.price.search.search import ClosedTerms
 from megazero.price.time.devices import load_device
 from megazero.price.trace.kernels import Events, Operator
 from megazero.price.trace.trace import _matrix_flops, trace

@@ -51,8 +51,10 @@ COMING: set[str] = set()
 # 154: --optimizer, and three --muon-*.
 # 156: --optimizer-cpu-offload and its fraction.
 # 158: --adam-moments and --master-weights.
-# 160: --memory-checkpoint-interval and its folder.
-NUM_OPTIONS = 160
+# 159: --optimizer-nvme-offload.
+# 160: --layout.
+# 162: --memory-checkpoint-interval and its folder.
+NUM_OPTIONS = 162
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -369,6 +371,13 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         1,
         9,
         "--optimizer-offload-fraction 0.5 needs --optimizer-cpu-offload; add it",
+    ),
+    ({"optimizer_nvme_offload": "/nvme"}, 1, 9, "--optimizer-nvme-offload /nvme needs --optimizer-cpu-offload; add it"),
+    (
+        {"optimizer_nvme_offload": "/nvme", "optimizer_cpu_offload": True, "save": "runs/s", "async_save": True},
+        1,
+        9,
+        "--async-save with --optimizer-nvme-offload: a save in the background copies",
     ),
     ({"muon_scale": "keller"}, 1, 9, "--muon-scale keller needs --optimizer muon; add it"),
     ({"muon_momentum": 0.8, "optimizer": "lion"}, 1, 9, "--muon-momentum 0.8 needs --optimizer muon; add it"),

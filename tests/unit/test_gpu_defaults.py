@@ -52,7 +52,7 @@ def test_what_is_given_is_kept(flags: str, fastest: Precision, precision: str, w
 
 
 def test_the_fastest_precision_of_devices() -> None:
-    found = {name: load_device(name).fastest_precision for name in known_devices()}
+    found = {name: load_device(name).fastest_precision for name in known_devices() if name != "cpu"}
     assert found.pop("v100-32gb") == "fp16" and set(found.values()) == {"bf16"}
 
 

@@ -21,14 +21,13 @@ from megazero.checkpoint.manifest import Manifest, StoredTensor, Tiling, read_ma
 from megazero.comm.launch.agreement import agree
 from megazero.comm.launch.world import World
 from megazero.config.cli import parse
-from megazero.config.flags import flags, value_of, with_values
+from megazero.config.flags import LAYOUT_FLAGS, flags, value_of, with_values
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.data.corpora import Datasets, mock_datasets
 from megazero.data.fingerprint import same
 from megazero.observe.start_report import SHOWN_OPTIONS
 from megazero.observe.start_report import options as told_options
-from megazero.price.search.search import Candidate
-from megazero.price.search.search_report import CHOSEN
+from megazero.price.search.candidates import Candidate
 from megazero.rehearse.rehearsal import RehearsalDevice, rehearsed
 from megazero.run.resume import changed_options, check_data, check_model
 from megazero.run.run_state import RunState
@@ -409,7 +408,7 @@ def test_a_search_prints_every_flag_that_it_chooses() -> None:
         for flag, (group, *_) in flags().items()
         if group in GROUPS and value_of(before, flag) != value_of(after, flag)
     }
-    assert changed == set(CHOSEN)
+    assert changed == {*LAYOUT_FLAGS}
 
 
 def test_a_rehearsal_leaves_out_what_changes_no_byte() -> None:

@@ -24,7 +24,8 @@ from megazero.plan.sizes import Moved
 from megazero.price.bytes.estimate import Few, estimate, stage_bytes
 from megazero.price.plan import Plan, advice, make_plan, plan_config
 from megazero.price.plan_report import summary
-from megazero.price.search.search import Search, candidates
+from megazero.price.search.candidates import candidates
+from megazero.price.search.search import Search
 from megazero.price.search.search_report import command, run_search
 from megazero.price.time.costs import Roofline, StepCosts
 from megazero.price.time.devices import Constant, Curves, Device, interpolate, known_devices, load_device
@@ -409,12 +410,12 @@ def test_every_device_is_sound() -> None:
     """Its constants are faster at their fast end: a step takes less, its memory is no smaller."""
     config, layout = resolve(parse([*SMALL.split(), "--tensor-model-parallel-size=2"]), 64, 0, declare)
     steps = StepPrograms(config, layout)
-    assert len(known_devices()) >= 7
+    assert len(known_devices()) >= 8
     for name in known_devices():
         device = load_device(name)
         seconds = [step_parts(steps, d).seconds for d in (device.at_end(True), device, device.at_end(False))]
         assert seconds == sorted(seconds) and seconds[0] < seconds[2], name
-        assert device.usable_bytes(layout) > 20e9
+        assert device.usable_bytes(layout) > (20e9 if device.kind == "cuda" else 3e9)
 
 
 LARGE = ("--hidden-size=2048", "--seq-length=1024")  # products, and not the host, take the time

@@ -16,7 +16,8 @@ from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.sizes import LayerSizes
 from megazero.price.bytes.capacity import estimated, least
 from megazero.price.plan import as_json, make_plan, plan_config
-from megazero.price.search.search import ClosedTerms, Sizes, candidates
+from megazero.price.search.candidates import Sizes, candidates
+from megazero.price.search.search import ClosedTerms
 from megazero.price.search.search_report import command, run_search
 from megazero.price.time.devices import load_device
 from megazero.price.trace.kernels import LayerEvents, Operator

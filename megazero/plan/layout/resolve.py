@@ -32,12 +32,7 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
     Raises:
         ValueError: naming the flag, its value and the way out.
     """
-    check_values(config)
-    _check_schedule(config)
-    if config.training.cuda_graph_impl == "local":
-        _check_graphs(config)
-    _check_context(config)
-    layout = make_layout(config, world_size)
+    layout = check_layout(config, world_size)
     vocabulary = config.model.vocab_size or vocab_size
     if not vocabulary and config.data.mock_data:
         raise ValueError(
@@ -80,6 +75,16 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
         names = [spec.name for spec in declare(config.model).params()]
         _check_frozen(names, config.training.freeze_parameters)
     return config, layout
+
+
+def check_layout(config: Config, world_size: int) -> Layout:
+    """Return the layout of a checked configuration, with layers split evenly. Raises as `resolve`."""
+    check_values(config)
+    _check_schedule(config)
+    if config.training.cuda_graph_impl == "local":
+        _check_graphs(config)
+    _check_context(config)
+    return make_layout(config, world_size)
 
 
 def _check_blocks(config: Config, layout: Layout, declare: Declare) -> None:

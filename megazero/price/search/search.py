@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from megazero.config.batch_sizes import micro_batches
-from megazero.config.flags import with_values
-from megazero.config.limits import divisors
-from megazero.config.schema import ActivationConfig, Config, ModelConfig
-from megazero.config.validate import check_values
-from megazero.config.validate_model import tensor_parallel_sizes
+from megazero.config.flags import as_flag, with_values
+from megazero.config.schema import ActivationConfig, Config
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import End, Use, layer_costs
-from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.resolve import check_layout, resolve
 from megazero.plan.layout.topology import Layout, data_parallel_size
 from megazero.plan.layout.zero_policy import DENSE, EXPERT, offload_fraction, sharding_groups
 from megazero.plan.program.operations import Backward, Forward
@@ -32,6 +28,7 @@ from megazero.plan.schedule.schedules import placement
 from megazero.plan.schedule.split import split_by_cost
 from megazero.plan.sizes import Rates, States, elements
 from megazero.price.plan import Plan, plan_if_it_fits
+from megazero.price.search.candidates import Candidate, Given, Sizes, candidates
 from megazero.price.time.costs import StepCosts
 from megazero.price.time.devices import Device
 from megazero.price.time.exchange import choose_exchange
@@ -43,126 +40,10 @@ MOST_TRIED = 480  # more, until enough of them fit: queued gradients of experts 
 FEW_OF_EXPERTS = 4  # enough for models with experts; 1 for others
 SIMULATED = 12  # of those, the most that are simulated, because they fit
 SAME_SIZES = 4  # of the layouts tried, the most with the same sizes of axes
-MOST_STAGES = 64
-LEAST_DEALT = 4096  # tokens of a sample on a context-parallel rank: of fewer, tensor parallelism is as good
-MOST_OF_A_V = 512  # stages x micro-batches: finding the order of a longer V takes many seconds
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-SCHEDULES = (("1f1b", 1), ("zero-bubble", 1), ("zero-bubble-v", 2), *(("interleaved", v) for v in (2, 3, 4, 6, 8)))
 Track = Callable[[Sequence["Candidate"], str], Iterable["Candidate"]]
 # sharding group -> axes of the ranks that share a copy, and of those with the same part of different copies
 AXES = {DENSE: ("shard", "replica"), EXPERT: ("expert_shard", "expert_replica")}
-BUBBLE = {"1f1b": 1.0, "interleaved": 1.0, "zero-bubble": 1 / 3, "zero-bubble-v": 1 / 6}  # of (p - 1) / v passes
-
-
-class Sizes(NamedTuple):
-    """The axes that divide a stage's weights and tokens. etp: 0: tp."""
-
-    tp: int
-    cp: int
-    ep: int = 1
-    etp: int = 0
-
-
-class Candidate(NamedTuple):
-    """The flags of a layout."""
-
-    tp: int
-    cp: int
-    pp: int
-    schedule: str
-    chunks: int
-    zero_stage: int
-    shard: int  # --zero-shard-size
-    recompute: str
-    partition: bool
-    sequence: bool
-    micro_batch: int
-    ep: int = 1
-    etp: int = 0
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(self.tp, self.cp, self.ep, self.etp)
-
-    def apply(self, config: Config) -> Config:
-        """Return `config` with these flags."""
-        activations, full = config.activations, self.recompute == "full"
-        values = {
-            "tensor-model-parallel-size": self.tp,
-            "context-parallel-size": self.cp,
-            "pipeline-model-parallel-size": self.pp,
-            "pipeline-schedule": self.schedule,
-            "pipeline-split": "",
-            "virtual-pipeline-stages": self.chunks,
-            "sequence-parallel": self.sequence,
-            "zero-stage": self.zero_stage,
-            "zero-shard-size": self.shard,
-            "recompute": self.recompute,
-            "partition-activations": self.partition,
-            "checkpoint-in-cpu": activations.checkpoint_in_cpu and full,
-            "contiguous-checkpointing": activations.contiguous_checkpointing and full,
-            "micro-batch-size": self.micro_batch,
-            "expert-model-parallel-size": self.ep,
-            "expert-tensor-parallel-size": self.etp,
-        }
-        return with_values(config, values)
-
-
-def candidates(config: Config, world: int, device: Device) -> Iterator[Candidate]:
-    """Yield every layout of the model on `world` devices."""
-    model, batch = config.model, config.training.global_batch_size
-    for tp, cp, pp in _sizes(model, world, device):
-        dp = data_parallel_size(world, pp, tp, cp)
-        layout = Layout(pp, dp, tp, cp=cp)
-        data = layout.data
-        if pp > min(model.num_layers, MOST_STAGES) or batch < dp:
-            continue
-        share = micro_batches(batch, 1, dp)  # samples of the first replica, which has the most
-        node = max(1, device.devices_per_node // tp)
-        zeros = [(0, 0), (1, 0), (2, 0), (3, 0)] if data > 1 else [(0, 0)]
-        if 1 < node < data and data % node == 0:
-            zeros += [(1, node), (2, node), (3, node)]
-        within = {n: dataclasses.replace(layout, shards=n).stride("replica") for _, n in zeros}
-        sizes = [n for n in MICRO_BATCHES if share % n == 0]
-        schedules = [s for s in SCHEDULES if pp > 1 and pp * s[1] <= model.num_layers] or [SCHEDULES[0]]
-        keeps = [("full", False)] if tp == 1 else [("full", False), ("full", True)]
-        if not config.activations.checkpoint_in_cpu:
-            keeps = [("none", False), ("selective", False), *keeps]
-        for (schedule, chunks), (stage, shard), (recompute, partition), sequence, micro in itertools.product(
-            schedules, zeros, keeps, (False, True) if tp > 1 else (False,), sizes
-        ):
-            if sequence and (partition or micro * model.seq_length % tp):
-                continue
-            if schedule == "zero-bubble-v" and pp * (share // micro) > MOST_OF_A_V:
-                continue
-            for ep, etp in _experts(model, layout.stride("pp"), tp, sequence):
-                if within[shard] % ep == 0:
-                    yield Candidate(
-                        *(tp, cp, pp, schedule, chunks, stage, shard, recompute, partition, sequence, micro, ep, etp)
-                    )
-
-
-def _experts(model: ModelConfig, ranks: int, tp: int, sequence: bool) -> Iterator[tuple[int, int]]:
-    """Yield divisions of the experts over the ranks of a stage: as an MLP, and whole ones over powers of two."""
-    yield 1, 0
-    if not model.num_experts or (tp > 1 and not sequence):
-        return
-    ep = 1 if tp > 1 else 2
-    while math.gcd(ranks, model.num_experts) % ep == 0:
-        yield ep, int(tp > 1)
-        ep *= 2
-
-
-def _sizes(model: ModelConfig, world: int, device: Device) -> Iterator[tuple[int, int, int]]:
-    """Yield tensor-parallel, context-parallel and pipeline sizes."""
-    for tp in sorted({*tensor_parallel_sizes(model)} & {*divisors(world)}):
-        if tp > device.devices_per_node:
-            continue
-        for cp in divisors(data_parallel_size(world, tp=tp)):
-            if cp > max(1, model.seq_length // LEAST_DEALT):
-                break
-            for pp in divisors(data_parallel_size(world, tp=tp, cp=cp)):
-                yield tp, cp, pp
+BUBBLE = {"zero-bubble": 1 / 3, "zero-bubble-v": 1 / 6}  # of (p - 1) / v passes; 1 with other schedules
 
 
 class _Block(NamedTuple):
@@ -197,6 +78,8 @@ def _live(c: Candidate, m: int) -> tuple[int, ...]:
     least = min(m, c.pp)
     if c.schedule == "zero-bubble-v":
         return min(m, 2 * c.pp - 1), 0
+    if c.schedule == "gpipe":
+        return (m,)
     return (min(m, 2 * c.pp - 1), *[least] * (c.chunks - 1)) if c.chunks > 1 else (least,)
 
 
@@ -348,7 +231,7 @@ class ClosedTerms:
         blocks = math.ceil(layers / (c.pp * c.chunks)) * c.chunks
         stage = max(blocks * passes, (layers * passes + self.ends(c.tp, c.cp, c.micro_batch)) / c.pp)
         rounds = 1 if c.schedule == "zero-bubble-v" else c.chunks
-        bubble = (c.pp - 1) / rounds * BUBBLE[c.schedule] * stage
+        bubble = (c.pp - 1) / rounds * BUBBLE.get(c.schedule, 1.0) * stage
         network = self.network(c.sizes, c.pp, c.shard)
         rebuild = m * layers / c.pp * network.one_pass("tp", block.hidden) if c.partition else 0.0
         message = network.message(block.hidden, 0, 1) if c.pp > 1 else 0.0
@@ -382,30 +265,53 @@ class ClosedTerms:
 class Search:
     """All layouts of a model on a cluster, and the fastest of them."""
 
-    def __init__(self, config: Config, device: Device, vocabulary: int) -> None:
+    def __init__(
+        self, config: Config, device: Device, vocabulary: int, world: int = 0, given: Given | None = None
+    ) -> None:
         """List the layouts.
 
         Args:
             config: checked, not resolved.
             vocabulary: of the tokenizer; 0 without one.
+            world: number of ranks; 0: --world-size.
+            given: flags that keep their value, without dashes; None: the search may set all of LAYOUT_FLAGS.
 
         Raises:
             ValueError: no layout is possible.
         """
-        self.world, self.device, self.vocabulary = config.plan.world_size, device, vocabulary
-        batch = config.training.global_batch_size
+        self.world, self.device, self.vocabulary = world or config.plan.world_size, device, vocabulary
+        self.given, batch = given or {}, config.training.global_batch_size
+        flag = "--plan-search" if given is None else "--layout auto"
         if not batch:
             raise ValueError(
-                "--plan-search needs --global-batch-size, because it compares layouts by the time of a step"
+                f"{flag} needs --global-batch-size, because it compares layouts by the time of a step; add it"
             )
         self.config = with_values(config, {"vocab-size": config.model.vocab_size or vocabulary})
-        self.found = list(candidates(self.config, self.world, device))
+        self.found = list(candidates(self.config, self.world, device, given))
+        if given is not None:
+            self.found = [c for c in self.found if self._is_legal(c)]
         if not self.found or not self.config.model.vocab_size:
             resolve(config, self.world, vocabulary, declare)  # raises the error of a run
-            raise ValueError(
-                f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank a "
-                f"sample; use {self.world}"
+            raise ValueError(self._why_none(flag, batch))
+
+    def _why_none(self, flag: str, batch: int) -> str:
+        if flag == "--layout auto":
+            flags = " ".join(as_flag(name, value) for name, value in self.given.items())
+            return (
+                f"{flag} with --global-batch-size {batch} {flags}: no layout allows these flags if the number of "
+                f"ranks is {self.world}; drop one of them, or start another number"
             )
+        return (
+            f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank a "
+            f"sample; use {self.world}"
+        )
+
+    def _is_legal(self, c: Candidate) -> bool:
+        try:
+            check_layout(c.apply(self.config, self.given), self.world)
+        except ValueError:
+            return False
+        return True
 
     def run(self, track: Track = lambda steps, name: steps) -> list[Plan]:
         """Return the best-ranked plans that fit, fastest first.
@@ -429,9 +335,7 @@ class Search:
     def _plan(self, c: Candidate) -> Plan | None:
         """Return the plan of a layout; None if it does not fit or its flags are refused."""
         try:
-            changed = c.apply(self.config)
-            check_values(changed)
-            config, layout = resolve(changed, self.world, self.vocabulary, declare)
+            config, layout = resolve(c.apply(self.config, self.given), self.world, self.vocabulary, declare)
         except ValueError:
             return None
         return plan_if_it_fits(choose_exchange(config, layout, self.device), layout, self.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from megazero.config.flags import as_flag, value_of
+from megazero.config.flags import LAYOUT_FLAGS, as_flag, value_of
 from megazero.config.schema import Config
 from megazero.plan.layout.topology import Layout
 from megazero.price.plan import Plan, vocabulary
@@ -22,25 +22,6 @@ COLUMNS = (
 )
 
 OF_PLANS = ("world-size", "device-type", "moe-plan-imbalance")  # flags with a value that runs refuse
-# flags that a search sets, in the order of a command line
-CHOSEN = (
-    "tensor-model-parallel-size",
-    "context-parallel-size",
-    "pipeline-model-parallel-size",
-    "expert-model-parallel-size",
-    "expert-tensor-parallel-size",
-    "pipeline-schedule",
-    "virtual-pipeline-stages",
-    "pipeline-split",
-    "sequence-parallel",
-    "zero-stage",
-    "zero-shard-size",
-    "recompute",
-    "partition-activations",
-    "checkpoint-in-cpu",
-    "contiguous-checkpointing",
-    "micro-batch-size",
-)
 
 
 def run_search(config: Config, argv: list[str], console: Console) -> list[Plan]:
@@ -90,7 +71,7 @@ def _row(plan: Plan) -> list[str]:
 def command(plan: Plan, given: Config, argv: list[str]) -> str:
     """Return a command line that trains as planned: `argv` without the flags of plans, and the flags that differ."""
     args = [shlex.quote(arg) for arg in _without_plan(argv)]
-    values = [(name, value_of(plan.config, name)) for name in CHOSEN]
+    values = [(name, value_of(plan.config, name)) for name in LAYOUT_FLAGS]
     args += [as_flag(name, value) for name, value in values if value != value_of(given, name)]
     return f"{_launcher(plan.layout, plan.device)} {' '.join(args)}"
 
