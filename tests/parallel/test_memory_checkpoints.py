@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -294,8 +295,8 @@ def test_a_deleted_save_folder_is_another_run(runs: Runs) -> None:
     assert [iteration for iteration, _ in runs("dp2 zero1", 3, "ab").curve] == [1, 2, 3]
 
 
-def held(iteration: int, number: int, time: float, files: str, absent: str = "") -> Held:
-    return Held((number, time), iteration, 1, tuple(files), tuple(absent))
+def held(iteration: int, number: int, seconds: float, files: str, absent: str = "") -> Held:
+    return Held((number, seconds), iteration, 1, tuple(files), tuple(absent))
 
 
 def test_whole_ones_are_found_newest_first() -> None:
@@ -377,6 +378,8 @@ def test_a_copy_that_is_slow_costs_the_next(tmp_path: Path, monkeypatch: pytest.
     def watched(iteration: int, batches: Any, samples: int) -> Any:
         if iteration == 5:
             gate.set()
+            while not run.checkpoints.memory_saver.idle:
+                time.sleep(0.01)
         if iteration == 7:
             assert run.checkpoints.memory_saver.finish() is not None
             seen.extend(path.name for path in run.checkpoints.memory.folder.iterdir())
