@@ -365,7 +365,7 @@ def test_a_copy_that_is_slow_costs_the_next(tmp_path: Path, monkeypatch: pytest.
     gate, write, seen = threading.Event(), tensor_file.host_bytes, []
 
     def slow(tensor: torch.Tensor) -> memoryview:
-        assert gate.wait(60)
+        assert gate.wait(20)
         return write(tensor)
 
     options = {"load": str(tmp_path / "saved"), "memory_checkpoint_interval": 2}
