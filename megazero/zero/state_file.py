@@ -47,7 +47,6 @@ class StateFile:
     def __init__(self, folder: str, num_bytes: int, sent: Counter[str]) -> None:
         """Reserve space in `folder`. ValueError if it cannot."""
         self.folder, self.sent = folder, sent
-        self.data = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
         self._thread: ThreadPoolExecutor | None = None
         if type(torch.empty(0)) is not torch.Tensor:
             self.data = torch.empty(num_bytes, dtype=torch.uint8)
