@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazero.checkpoint.agreement import Group, from_rank_0, gather_all, rank_of, together
+from megazero.checkpoint.agreement import Group, from_rank, from_rank_0, gather_all, rank_of, together
 from megazero.checkpoint.api import NOTHING, check
 from megazero.checkpoint.folders import checkpoints, folder_name, next_save_number
 from megazero.checkpoint.manifest import (
@@ -138,6 +138,7 @@ class MemoryCheckpoints:
         path, self.identity, self.number = from_rank_0(
             lambda: (os.path.abspath(save), _identity(save), next_save_number(save)), group
         )
+        self.given = base
         self.base = Path(base or SHARED_MEMORY.format(os.getuid()))
         self.folder = self.base / hashlib.sha256(path.encode()).hexdigest()[:12] / self.nodes.names[self.nodes.mine]
         self.newest: int | None = None
@@ -146,9 +147,10 @@ class MemoryCheckpoints:
     def _make(self) -> None:
         try:
             self.base.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self.base.stat().st_uid != os.getuid():  # it may be in a folder where everyone can write
-                raise ValueError(f"--memory-checkpoint-dir {self.base} belongs to another user; name another folder")
             self.folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.folder.parent, *([] if self.given else [self.base])):
+                if folder.stat().st_uid != os.getuid():  # everyone can make folders in /dev/shm
+                    raise ValueError(f"--memory-checkpoint-dir: {folder} belongs to another user; name another folder")
         except OSError as error:
             raise ValueError(f"--memory-checkpoint-dir {self.base}: {explain(error)}") from None
 
@@ -261,12 +263,11 @@ class MemoryCheckpoints:
                     shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:
-        """Delete the folder of this node, and those around it that are empty."""
+        """Delete the folder of this node."""
         if self.nodes.leads:
             shutil.rmtree(self.folder, ignore_errors=True)
-            for folder in (self.folder.parent, self.base):
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            with contextlib.suppress(OSError):  # that of the run has other nodes' folders, if they are simulated
+                self.folder.parent.rmdir()
 
     # -- load
 
@@ -300,12 +301,12 @@ class MemoryCheckpoints:
 
     def read_state(self, found: InMemory, group: Group) -> dict[str, Any]:
         """Return the state of a checkpoint, from a node that has it."""
-        return from_rank_0(lambda: read_state(self.folder / found.name), group, self.nodes.ranks[found.nodes[0]][0])
+        return from_rank(self.nodes.ranks[found.nodes[0]][0], lambda: read_state(self.folder / found.name), group)
 
     def load(self, found: InMemory, shards: Mapping[str, LocalShard], group: Group, *, partial: bool = False) -> None:
         """Fill the shards, as `api.load`; a damaged chunk is taken from the other copy, with a warning."""
         path = self.folder / found.name
-        raw = from_rank_0(lambda: read_manifest_bytes(path), group, self.nodes.ranks[found.nodes[0]][0])
+        raw = from_rank(self.nodes.ranks[found.nodes[0]][0], lambda: read_manifest_bytes(path), group)
         content = parse_manifest(path, raw)
         check(path, content, shards, group, partial)
         reader, count = ChunkReader(path, content), len(self.nodes.ranks)

@@ -392,7 +392,7 @@ def test_a_copy_that_is_slow_costs_the_next(tmp_path: Path, monkeypatch: pytest.
         quietly(run)
     assert sorted(seen) == ["iter_0000002", "iter_0000006"]
     assert "iteration 4 is not saved in memory: 2 is still being copied" in said
-    assert not (tmp_path / "memory").exists() and names(tmp_path / "saved") == [7]
+    assert not [*(tmp_path / "memory").iterdir()] and names(tmp_path / "saved") == [7]
 
 
 @pytest.mark.parametrize(("name", "nodes"), [("dp2 zero1", "aa"), ("dp2 zero0", "ab"), ("pp4 by hand", "abbc")])
@@ -432,7 +432,7 @@ def test_a_folder_that_cannot_be_used_is_refused(runs: Runs, fault: str, monkeyp
         folder.touch()
     else:
         monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(ValueError, match=f"--memory-checkpoint-dir {folder}"):
+    with pytest.raises(ValueError, match=f"--memory-checkpoint-dir:? {folder}"):
         MemoryCheckpoints(str(folder), runs.disk, None)
 
 
