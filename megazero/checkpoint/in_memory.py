@@ -32,7 +32,7 @@ import torch
 
 from megazero.checkpoint.agreement import Group, from_rank, from_rank_0, gather_all, rank_of, together
 from megazero.checkpoint.api import NOTHING, check
-from megazero.checkpoint.folders import checkpoints, folder_name, next_save_number
+from megazero.checkpoint.folders import checkpoints, folder_name, iteration_of, next_save_number, save_number
 from megazero.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -42,7 +42,6 @@ from megazero.checkpoint.manifest import (
     parse_manifest,
     read_manifest_bytes,
     read_state,
-    unchecked_state,
     write_durably,
 )
 from megazero.checkpoint.manifest import manifest_text as text_of
@@ -276,8 +275,7 @@ class MemoryCheckpoints:
         mine = [held for held in map(self._held, checkpoints(self.folder) if self.nodes.leads else []) if held]
         everyone = gather_all(mine, group)
         found, faults = whole([everyone[ranks[0]] for ranks in self.nodes.ranks])
-        state = from_rank_0(lambda: unchecked_state(disk) if disk else {}, group)
-        number, iteration = state.get("save_number", 0), state.get("iteration", 0)
+        number, iteration = from_rank_0(lambda: (save_number(disk), iteration_of(disk)) if disk else (0, 0), group)
         newer = [
             each._replace(disk=iteration) for each in found if each.save_number > number and each.iteration > iteration
         ]
