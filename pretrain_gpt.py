@@ -115,7 +115,7 @@ def predict(command: Command) -> None:
             log.info(chosen)
     if config.parallel.layout == "auto":
         choice = choose_layout(config, command.given, config.plan.world_size or 1, vocabulary(config), device)
-        log.info(choice.words(config, device))
+        log.info(choice.words(config, device, command.dropped))
         config = choice.apply(config)
     if config.plan.plan_search:
         search_report.run_search(config, command.args, console)
@@ -180,7 +180,8 @@ def prepare(command: Command, world: World) -> Plan:
     if config.parallel.layout == "auto":
         priced = device_of_ranks(config, launch.card_name(device), memory, world.size)
         choice = choose_layout(config, command.given, world.size, vocabulary, priced)
-        auto, given = choice.words(config, priced), {*command.given, *choice.names(config)} - {"layout"}
+        auto = choice.words(config, priced, command.dropped)
+        given = {*command.given, *choice.names(config)} - {"layout", "device-type"}
         command = command._replace(config=choice.apply(command.config), given=frozenset(given))
         config = choice.apply(config)
     config, layout = resolve(config, world.size, vocabulary, declare)
@@ -336,7 +337,7 @@ def rehearse(command: Command, world: World) -> None:
         on = config.plan.rehearse_on
         priced = load_device(config.plan.device_type or (CPU if RehearsalDevice.of(on).kind == CPU else ""))
         choice = choose_layout(config, command.given, pretended_world(config, world), vocabulary(config), priced)
-        log.info(choice.words(config, priced))
+        log.info(choice.words(config, priced, command.dropped))
         config = choice.apply(config)
     run_rehearsal(config, world, vocabulary(config))
 

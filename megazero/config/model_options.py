@@ -375,11 +375,11 @@ class ParallelConfig:
     """Division of the model over ranks. Data-parallel ranks = all ranks / (tensor x context x pipeline)."""
 
     layout: Literal["given", "auto"] = "given"
-    """auto: choose the fastest layout that fits in memory, predicted for these ranks and devices: parallelism,
-    schedule, ZeRO stage and shard size, recompute, micro-batch. Those of its flags on the command line keep their
-    value; those of a preset do not count, unless it has layout = "auto" itself. Needs --global-batch-size. The choice
-    is printed as flags, and config.toml has them. Any layout trains the same model. given: the flags, or their
-    defaults."""
+    """auto: choose the flags of the layout for the ranks and devices of this run: the fastest layout that fits in
+    memory, as predicted by --plan-search. It chooses parallelism, schedule, ZeRO stage, recompute and micro-batch size,
+    prints them as flags, and writes them to config.toml. Of these flags, those on the command line keep their value;
+    those of a preset do not count, unless the preset has layout = "auto". Needs --global-batch-size. given: take these
+    flags as they are given, or their defaults. Every layout trains the same model."""
     tensor_model_parallel_size: Ranks = 1
     """Ranks that share each matrix of a layer."""
     context_parallel_size: Ranks = 1

@@ -53,8 +53,9 @@ COMING: set[str] = set()
 # 158: --adam-moments and --master-weights.
 # 159: --optimizer-nvme-offload.
 # 160: --layout.
-# 162: --memory-checkpoint-interval and its folder.
-NUM_OPTIONS = 162
+# 161: --mtbf.
+# 163: --memory-checkpoint-interval and its folder.
+NUM_OPTIONS = 163
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -182,7 +183,7 @@ def test_help_has_the_flags_of_a_normal_run_in_order(capsys: pytest.CaptureFixtu
         text = unboxed(capsys.readouterr().out)
         shown = re.findall(r" --([a-z0-9-]+) (?:INT|FLOAT|STR|\[STR|\{)", text.split("The other flags")[0])
         assert shown == [flag for group in NORMAL.values() for flag in group]
-        assert len(shown) == 21 and "--help-all shows all" in text
+        assert len(shown) == 22 and "--help-all shows all" in text
         assert all(f"--{flag}" in text for flag in flags())
         assert "(default: 0.0003)" in text and "Peak learning rate." in text
 
