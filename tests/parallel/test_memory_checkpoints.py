@@ -29,9 +29,14 @@ from megazero.checkpoint import LocalShard, MemoryCheckpoints, tensor_file
 from megazero.checkpoint.in_memory import Held, whole
 from megazero.checkpoint.nodes import Nodes
 from megazero.comm.launch.world import Node, this_node
+from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.log import log
+from megazero.model.stage import declare
+from megazero.plan.layout.layers import num_parameters
 from megazero.price.bytes import estimate
+from megazero.price.plan import make_plan, plan_config
+from megazero.price.plan_report import summary
 from megazero.run.resume import find_checkpoint
 from megazero.units import size
 from tests.helpers.chains import LAYOUTS, Curve, configured, deviation, make_corpus
@@ -405,6 +410,20 @@ def test_the_memory_of_a_node_is_foretold(runs: Runs, name: str, nodes: str) -> 
     fullest = max(sorted(held), key=lambda node: held[node])
     assert line.startswith(f"checkpoints in memory take at most {size(held[fullest])} of node {fullest}; "), held
     assert ("there is no other node" in line) == (len(files) == 1)
+
+
+@pytest.mark.parametrize(("world", "times"), [(4, 2.0), (8, 2.0), (16, 2.0), (32, 1.0)])
+def test_a_plan_has_the_memory_of_a_node(world: int, times: float) -> None:
+    """Nodes of eight devices hold so many times a checkpoint: weights and two moments in fp32."""
+    flags = (
+        "--plan --device-type h100-80gb --num-layers 4 --hidden-size 2048 --num-attention-heads 16 --vocab-size 50304 "
+    )
+    flags += f"--global-batch-size 32 --world-size {world} --save x --memory-checkpoint-interval 5"
+    config, layout, device = plan_config(parse(flags.split()))
+    lines, whole = summary(make_plan(config, layout, device)), 12 * num_parameters(declare(config.model)) / 1e9
+    assert f"checkpoints in memory: {times * whole:.1f} GB per node in --memory-checkpoint-dir" in lines
+    staged = f"host memory: {whole * min(8, world) / world:.1f} GB per node for checkpoints on their way to memory"
+    assert staged in lines
 
 
 def tensor_bytes(path: Path) -> int:
