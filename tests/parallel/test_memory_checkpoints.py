@@ -414,7 +414,7 @@ def test_the_memory_of_a_node_is_foretold(runs: Runs, name: str, nodes: str) -> 
 
 @pytest.mark.parametrize(("world", "times"), [(4, 2.0), (8, 2.0), (16, 2.0), (32, 1.0)])
 def test_a_plan_has_the_memory_of_a_node(world: int, times: float) -> None:
-    """Nodes of eight devices hold so many times a checkpoint: weights and two moments in fp32."""
+    """Nodes of eight devices hold a checkpoint, of weights and two moments in fp32, once or twice."""
     flags = (
         "--plan --device-type h100-80gb --num-layers 4 --hidden-size 2048 --num-attention-heads 16 --vocab-size 50304 "
     )
