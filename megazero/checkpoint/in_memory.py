@@ -412,7 +412,7 @@ def _read(reader: ChunkReader, chunks: Sequence[tuple[str, StoredChunk]]) -> Ite
 def _take(wanted: Sequence[Wanted], found: Iterable[torch.Tensor]) -> list[Wanted]:
     """Copy the bytes of chunks to their targets; return the chunks that were damaged."""
     left = []
-    for each, data in zip(wanted, found, strict=True):
+    for each, data in zip(wanted, found, strict=True):  # strict: runs `exchange` to its end, which sends the rest
         (_, chunk), targets = each
         if not len(data):
             left.append(each)
