@@ -210,6 +210,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "wishes": Kind("Wishes"),
         "command": Kind("Command"),
         "exports": None,
+        "clock": Kind("StartClock"),
     },
     "choose_matmul_backend": {"config": CONFIG, "mesh": MESH, "measure": Kind("function")},
     "choose_kernels": {"config": CONFIG, "mesh": MESH, "complaint": None},
@@ -243,7 +244,12 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "open_batches": Kind("function"),
     },
     "TextSampler": {"config": CONFIG, "engine": ENGINE, "tokenizer": As("Trainer.tokenizer"), "num_tokens": 64},
-    "RunEvents": {"command": As("TrainingRun.command"), "config": CONFIG, "mesh": MESH},
+    "RunEvents": {
+        "command": As("TrainingRun.command"),
+        "config": CONFIG,
+        "mesh": MESH,
+        "clock": As("TrainingRun.clock"),
+    },
     "open_writers": {
         "config": CONFIG,
         "start_iteration": 0,
