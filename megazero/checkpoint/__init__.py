@@ -7,6 +7,7 @@ from megazero.checkpoint.agreement import AgreedFailure, together
 from megazero.checkpoint.api import fill, find, load, lock, read_state, save
 from megazero.checkpoint.background import BackgroundSaver, slow_group
 from megazero.checkpoint.folders import checkpoints, prune
+from megazero.checkpoint.in_memory import InMemory, MemoryCheckpoints
 from megazero.checkpoint.manifest import Damaged
 from megazero.checkpoint.shards import LocalShard
 
@@ -14,7 +15,9 @@ __all__ = [
     "AgreedFailure",
     "BackgroundSaver",
     "Damaged",
+    "InMemory",
     "LocalShard",
+    "MemoryCheckpoints",
     "checkpoints",
     "fill",
     "find",

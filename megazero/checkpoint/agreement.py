@@ -68,13 +68,13 @@ def together(action: str, group: Group, local: Callable[[], T], combine: Callabl
     return answer
 
 
-def from_rank_0(function: Callable[[], T], group: Group) -> T:
-    """Call the function on rank 0 alone; return its result, or raise its exception, on every rank."""
+def from_rank_0(function: Callable[[], T], group: Group, source: int = 0) -> T:
+    """Call the function on rank 0, or on `source`, alone; return its result, or raise its exception, on every rank."""
     outcome: list[Any] = [None, None]
-    if rank_of(group) == 0:
+    if rank_of(group) == source:
         outcome = list(_attempt(function))
     if dist.is_initialized():
-        dist.broadcast_object_list(outcome, group_src=0, group=group)
+        dist.broadcast_object_list(outcome, group_src=source, group=group)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
@@ -99,6 +99,15 @@ def gather(value: Any, group: Group) -> list[Any]:
     found = [None] * dist.get_world_size(group) if rank_of(group) == 0 else None
     dist.gather_object(value, found, group_dst=0, group=group)
     return found or []
+
+
+def gather_all(value: T, group: Group) -> list[T]:
+    """Return the values of all ranks, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 def _scatter(values: list[Any], group: Group) -> Any:

@@ -68,13 +68,20 @@ def load(path: Path, shards: Mapping[str, LocalShard], group: Group = None, *, p
     path = Path(path)
     raw = from_rank_0(lambda: manifest.read_manifest_bytes(path), group)  # objects would be slow to send
     content = manifest.parse_manifest(path, raw)
+    check(path, content, shards, group, partial)
+    together(f"loading {path}", group, lambda: ChunkReader(path, content).fill(shards), lambda filled: filled)
 
-    def check(tables: list[bytes]) -> list[None]:
+
+def check(
+    path: Path, content: manifest.Manifest, shards: Mapping[str, LocalShard], group: Group, partial: bool = False
+) -> None:
+    """Compare the shards of all ranks with a checkpoint's manifest; ValueError, on every rank, as `load` raises."""
+
+    def compare(tables: list[bytes]) -> list[None]:
         check_request(path, content, tables, partial)
         return [None] * len(tables)
 
-    together(f"loading {path}", group, lambda: table_of(shards), check)
-    together(f"loading {path}", group, lambda: ChunkReader(path, content).fill(shards), lambda filled: filled)
+    together(f"loading {path}", group, lambda: table_of(shards), compare)
 
 
 def fill(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megazero.checkpoint.agreement import Group
 from megazero.checkpoint.api import NOTHING, save
 from megazero.checkpoint.shards import LocalShard
+from megazero.memory.tracker import Allocation, MemoryTracker
 
 # A rank waits at least this long for the slowest rank's write.
 LEAST_TIMEOUT_MINUTES = 60.0
@@ -33,11 +34,20 @@ def slow_group(timeout_minutes: float) -> Group:
 class BackgroundSaver:
     """Runs one save at a time. All ranks create it together, and call `start` and `finish` in the same order."""
 
-    def __init__(self, timeout_minutes: float) -> None:
-        self._group = slow_group(timeout_minutes)
+    def __init__(
+        self, timeout_minutes: float, save: Callable[..., Path] = save, tracker: MemoryTracker | None = None
+    ) -> None:
+        """`save`: called as `api.save`, which is the default; `tracker`: counts the buffers as host memory."""
+        self._group, self._save, self._tracker = slow_group(timeout_minutes), save, tracker
         self._thread = ThreadPoolExecutor(1, "save")
         self._buffers: dict[str, torch.Tensor] = {}
+        self._counted: list[Allocation] = []
         self._running: Future[Path] | None = None
+
+    @property
+    def idle(self) -> bool:
+        """This rank has no save in flight; the next call of `finish` does not wait."""
+        return self._running is None or self._running.done()
 
     @property
     def num_bytes(self) -> int:
@@ -59,13 +69,15 @@ class BackgroundSaver:
         }
         if any(shard.data.is_cuda for shard in shards.values()):
             torch.cuda.synchronize()
-        self._running = self._thread.submit(save, root, iteration, copies, state, self._group, attached)
+        self._running = self._thread.submit(self._save, root, iteration, copies, state, self._group, attached)
 
     def _copied(self, name: str, data: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != data.shape:
             buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
             self._buffers[name] = buffer
+            if self._tracker is not None:
+                self._counted.append(self._tracker.allocate("host", buffer.nbytes))
         return buffer.copy_(data.detach(), non_blocking=True)
 
     def finish(self) -> Path | None:

@@ -61,6 +61,7 @@ class SaveLayout:
     Attributes:
         skipped: rank -> (name, offset) of the chunks that it holds, and another rank writes.
         tensors: name -> (dtype, shape, tiling).
+        num_bytes: rank -> bytes of the tensors that it writes.
     """
 
     def __init__(self, plans: Sequence[RankPlan]) -> None:
@@ -72,7 +73,7 @@ class SaveLayout:
         self.skipped: list[set[tuple[str, Shape]]] = [set() for _ in plans]
         self.tensors: dict[str, tuple[str, Shape, Tiling]] = dict.fromkeys(declared)  # in the order of the model
         replicated: list[tuple[int, str, Region, list[int]]] = []  # (bytes, name, chunk, holders)
-        load: Counter[int] = Counter()  # rank -> bytes; chunks with one holder first, because they cannot be moved
+        load = self.num_bytes = Counter[int]()  # chunks with one holder first, because they cannot be moved
         for (shape, dtype), holders_of, names in self._kinds(declared):
             fault = coverage_fault(shape, holders_of)
             if fault:

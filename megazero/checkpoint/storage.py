@@ -77,12 +77,15 @@ class Save:
     def divide(self, plans: list[RankPlan]) -> list[set[tuple[str, Shape]]]:
         """Return the chunks that each rank leaves to another, and make the partial folder. On rank 0."""
         self._layout = SaveLayout(plans)
-        numbered = self.state | {"save_number": next_save_number(self.root)}
-        self._state_text = json.dumps(numbered).encode()  # fails before any byte is written if it is not JSON
+        numbered = {"save_number": next_save_number(self.root)} | self.state
+        self.state_text = json.dumps(numbered).encode()  # fails before any byte is written if it is not JSON
+        self.make_folder()
+        return self._layout.skipped
+
+    def make_folder(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         clear_leftovers(self.root)
         self.folder.mkdir()
-        return self._layout.skipped
 
     def write(self, skipped: set[tuple[str, Shape]]) -> WrittenFile | None:
         """Write this rank's file, and wait until it is on the disk. None if the rank has nothing to write."""
@@ -99,15 +102,8 @@ class Save:
 
     def commit(self, written: Sequence[WrittenFile | None]) -> list[None]:
         """Write the other files, and give the folder its final name. On rank 0."""
-        tilings, tensors = self._layout.stored([each.crc32 if each else () for each in written])
-        manifest = Manifest(
-            files={each.file: each.num_bytes for each in written if each},
-            state_crc32=crc32(self._state_text),
-            attached=attach(self.folder, self.attached),
-            tilings=tilings,
-            tensors=tensors,
-        )
-        write_durably(self.folder / STATE, self._state_text)
+        manifest = self.manifest(written)
+        write_durably(self.folder / STATE, self.state_text)
         fault = missing_part(self.folder, manifest)
         if fault:
             raise FileNotFoundError(f"{self.folder}: {fault}: --save must be a folder shared by all ranks")
@@ -115,6 +111,17 @@ class Save:
         sync_folder(self.folder)
         commit(self.root, self.iteration)
         return [None] * len(written)
+
+    def manifest(self, written: Sequence[WrittenFile | None]) -> Manifest:
+        """Write the attached files, and return the manifest of all files. On rank 0."""
+        tilings, tensors = self._layout.stored([each.crc32 if each else () for each in written])
+        return Manifest(
+            files={each.file: each.num_bytes for each in written if each},
+            state_crc32=crc32(self.state_text),
+            attached=attach(self.folder, self.attached),
+            tilings=tilings,
+            tensors=tensors,
+        )
 
 
 class ChunkReader:

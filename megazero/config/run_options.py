@@ -102,6 +102,12 @@ class CheckpointConfig:
     async_save: bool = False
     """Write checkpoints in the background. Training stops only for a copy to host memory, which needs as much memory as
     a rank saves. A save that is due waits for the one before it."""
+    memory_checkpoint_interval: Iterations = 0
+    """Iterations between checkpoints in the memory of the nodes, written in the background: each rank's part on its own
+    node and on the next. Needs --save. A resume takes the newest that is whole, if it is newer than the disk's. The
+    next one is skipped if the last is not done. 0: none."""
+    memory_checkpoint_dir: str = ""
+    """Folder in the memory of each node for --memory-checkpoint-interval. Empty: /dev/shm/megazero-UID."""
     save_hf: str = ""
     """Folder for exports, iter_NNNNNNN each, as transformers writes models: weights in --precision, config.json,
     generation_config.json and the tokenizer. The last iteration of --train-iters is always exported. Rank 0 writes them

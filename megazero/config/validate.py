@@ -18,7 +18,17 @@ from megazero.config.validate_model import check_model
 from megazero.files import explain
 
 # Flags that name a file or a folder. --data-path and --tokenizer hold other words too, all of them shorter.
-PATHS = ("data-path", "tokenizer", "save", "save-hf", "load", "log-dir", "tensorboard-dir", "device-type")
+PATHS = (
+    "data-path",
+    "tokenizer",
+    "save",
+    "save-hf",
+    "memory-checkpoint-dir",
+    "load",
+    "log-dir",
+    "tensorboard-dir",
+    "device-type",
+)
 
 FLASH_WIDTH, FLASH_STEP = 256, 8  # of attention heads: the largest, and the divisor of all that FlashAttention takes
 
@@ -27,6 +37,8 @@ NEEDS = {
     "keep-last": "--save DIR",
     "keep-every": "--keep-last N",
     "save-interval": "--save DIR",
+    "memory-checkpoint-interval": "--save DIR",
+    "memory-checkpoint-dir": "--memory-checkpoint-interval N",
     "save-hf": "--save DIR",
     "save-hf-interval": "--save-hf DIR",
     "finetune": "--load DIR",

@@ -122,6 +122,7 @@ def summary(plan: Plan) -> list[str]:
         each = min(plan.device.devices_per_node, plan.layout.world_size)
         held = ["optimizer states and gradients"] if offload_fraction(plan.config) else []
         held += ["inputs kept for recompute"] if plan.config.activations.checkpoint_in_cpu else []
+        held += ["checkpoints on their way to memory"] if plan.config.checkpoint.memory_checkpoint_interval else []
         lines.append(f"host memory: {host * each / 1e9:.1f} GB per node for {' and '.join(held)}")
     return lines + [f"limit: {line}" for line in advice(plan)]
 

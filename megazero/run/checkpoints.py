@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
 from megazero.log import log
 from megazero.observe.watchdog import Watchdog
-from megazero.run.resume import changed_options, check_data, find_checkpoint
+from megazero.run.resume import changed_options, check_data, check_model, find_checkpoint
 from megazero.run.run_state import Progress, RunState, attached_tokenizer, is_hugging_face, source_digest
 from megazero.run.stopping import DeadRun
 from megazero.step.engine import Engine
@@ -59,9 +60,16 @@ class Checkpoints:
         self.watchdog, self.given, self.open_weights = watchdog, given, open_weights
         self.source_digest = source_digest(config.hf_config)
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
+        self.in_memory_at: int | None = None  # iteration of the newest checkpoint in memory, perhaps in flight
         self.run_id = uuid.uuid4().hex  # a resume from the same folder replaces it by that of the run
         minutes = config.parallel.distributed_timeout_minutes
         self.saver = checkpoint.BackgroundSaver(minutes) if config.checkpoint.async_save else None
+        self.memory: checkpoint.MemoryCheckpoints | None = None
+        if config.checkpoint.memory_checkpoint_interval and config.trains:
+            base, group = config.checkpoint.memory_checkpoint_dir, self.mesh.host_group
+            self.memory = checkpoint.MemoryCheckpoints(base, Path(config.checkpoint.save), group)
+            self.memory.announce(engine.shards(), group)
+            self.memory_saver = checkpoint.BackgroundSaver(minutes, self.memory.save, engine.tracker)
         self.saving_since = 0.0
         self.reading: Future[None] | None = None  # an export, which reads the newest checkpoint
         packed = tokenizer if self.mesh.rank == 0 and config.checkpoint.save else None
@@ -83,9 +91,24 @@ class Checkpoints:
         if self.saved_at == iteration:
             return
         self.saving_since = time.perf_counter()
+        shards, state = self._contents(progress)
+        root, group = Path(options.save), self.mesh.host_group
+        self.saved_at = iteration
+        if self.memory is not None:
+            self.memory.number += 1
+        if self.saver is not None:
+            self.saver.start(root, iteration, shards, state, self.attached)
+            log.info(f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s")
+            if last:
+                self.finish_save(last)
+        else:
+            self._outcome(lambda: checkpoint.save(root, iteration, shards, state, group, self.attached), last)
+
+    def _contents(self, progress: Progress) -> tuple[dict[str, LocalShard], dict[str, Any]]:
+        """Return the tensors and the state of a checkpoint; DeadRun if weights are not finite."""
         self.engine.wait()
         shards = self.engine.shards()
-        self._refuse_nonfinite(shards, iteration)
+        self._refuse_nonfinite(shards, progress.iteration)
         state = RunState(
             **asdict(progress),
             **self.engine.state_dict(),
@@ -97,16 +120,47 @@ class Checkpoints:
             fingerprints=self.fingerprints,
             saved_tokenizer=self.saved_tokenizer,
             source_digest=self.source_digest,
-        ).to_json()
-        root, group = Path(options.save), self.mesh.host_group
-        self.saved_at = iteration
-        if self.saver is not None:
-            self.saver.start(root, iteration, shards, state, self.attached)
-            log.info(f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s")
-            if last:
-                self.finish_save(last)
-        else:
-            self._outcome(lambda: checkpoint.save(root, iteration, shards, state, group, self.attached), last)
+        )
+        return shards, state.to_json()
+
+    def save_in_memory(self, progress: Progress, wait: bool = False) -> None:
+        """Begin a save into the memory of the nodes, unless the one before it is in flight, or the disk has this one.
+
+        If a rank cannot write, a warning is printed at the next call, and training continues.
+
+        Args:
+            wait: for the one before it, and until this one is done.
+
+        Raises:
+            DeadRun: weights are not finite; nothing is saved.
+        """
+        if self.memory is None or progress.iteration in (self.saved_at, self.in_memory_at):
+            return
+        if not (wait or self.mesh.agree(self.memory_saver.idle, MIN)):
+            log.info(
+                f"iteration {progress.iteration} is not saved in memory: {self.in_memory_at} is still being copied"
+            )
+            return
+        self._finish_in_memory()
+        shards, state = self._contents(progress)
+        self.in_memory_at = progress.iteration
+        self.memory_saver.start(self.memory.folder, progress.iteration, shards, state | self.memory.stamp())
+        if wait:
+            self._finish_in_memory()
+
+    def _finish_in_memory(self) -> None:
+        try:
+            self._unwatched(f"copying iteration {self.in_memory_at} to memory", self.memory_saver.finish)
+        except checkpoint.AgreedFailure as failure:
+            self.in_memory_at = None
+            log.warning(f"{failure}. Training continues; the next copy is attempted as scheduled")
+
+    def end_in_memory(self, progress: Progress) -> None:
+        """End the copies in memory; delete them if the disk has the last iteration."""
+        if self.memory is not None:
+            self._finish_in_memory()
+            if self.saved_at == progress.iteration:
+                self.memory.remove()
 
     def finish_save(self, last: bool = False) -> None:
         """Wait for the end of a save in the background."""
@@ -115,22 +169,27 @@ class Checkpoints:
 
     def _outcome(self, save: Callable[[], Path | None], last: bool) -> None:
         """Finish a save: report its result, and delete old checkpoints."""
-        doing, self.watchdog.doing = self.watchdog.doing, ""
         try:
-            with self.mesh.world.peer_errors(f"saving iteration {self.saved_at}"):
-                path = save()
+            path = self._unwatched(f"saving iteration {self.saved_at}", save)
         except checkpoint.AgreedFailure as error:  # no other error, because other ranks might not have it
             self.saved_at = None
             if last:
                 raise
             log.warning(f"{error}. Training continues; the next save is attempted as scheduled")
             return
-        finally:
-            self.watchdog.doing = doing
         if path is not None:
             log.info(f"saved {path} in {time.perf_counter() - self.saving_since:.1f} s")
             if self.mesh.rank == 0:
                 self.prune()
+
+    def _unwatched(self, action: str, save: Callable[[], Path | None]) -> Path | None:
+        """Finish a save while the watchdog pauses."""
+        doing, self.watchdog.doing = self.watchdog.doing, ""
+        try:
+            with self.mesh.world.peer_errors(action):
+                return save()
+        finally:
+            self.watchdog.doing = doing
 
     def prune(self) -> None:
         """Delete old checkpoints, on rank 0, unless one is being read: then the end of the export does."""
@@ -163,6 +222,9 @@ class Checkpoints:
             ValueError: this run cannot resume from the checkpoint.
             Damaged: it is damaged, and --load-exact is given, or --load is this checkpoint's own folder.
         """
+        found = self._resume_from_memory(load) if self.memory is not None else None
+        if found is not None:
+            return found
         passed: dict[str, str] = {}
         while load is not None:
             try:
@@ -174,13 +236,52 @@ class Checkpoints:
                 load = find_checkpoint(self.config, self.mesh.host_group, passed)
         return None, Progress()
 
-    def _load(self, path: Path) -> Progress:
+    def _resume_from_memory(self, load: Path | None) -> tuple[Path, Progress] | None:
+        """Load the newest whole checkpoint in memory that is newer than `load`; log the reason if there is none.
+
+        Raises as `resume`, or Damaged if copies in memory are damaged, and there is nothing else to load.
+        """
+        memory, group, options = self.memory, self.mesh.host_group, self.config.checkpoint
+        assert memory is not None
+        if not options.load or Path(options.load).resolve() != Path(options.save).resolve() or options.finetune:
+            memory.settle(None)
+            return None
+        with self.mesh.world.peer_errors("looking for a checkpoint in memory"):
+            candidates, faults = memory.find(load, group)
+        for found in candidates:
+            try:
+                path = memory.folder / found.name
+                progress = self._load(path, found)
+            except checkpoint.Damaged as error:
+                if options.load_exact:
+                    raise
+                faults.append(str(error))
+                continue
+            self.in_memory_at = found.iteration
+            memory.settle(found)
+            return path, progress
+        memory.settle(None)
+        if load is None and candidates:  # the weights are those of a load that failed
+            raise checkpoint.Damaged(
+                f"{'; '.join(faults)}; all copies are deleted: start again to begin at iteration 0"
+            )
+        if load is not None or faults:
+            why = "; ".join(faults) or "no node has a checkpoint in memory"
+            log.info(f"{why}: {f'{load} is loaded' if load else 'the run starts from the beginning'}")
+        return None
+
+    def _load(self, path: Path, found: checkpoint.InMemory | None = None) -> Progress:
+        """Load the checkpoint `path`, on the disk, or the one `found` in memory."""
         start = time.perf_counter()
         if is_hugging_face(path):
             self._load_weights(path, {})
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress()
-        state = RunState.read(path, self.mesh.host_group)
+        if found is None:
+            state = RunState.read(path, self.mesh.host_group)
+        else:
+            state = RunState.parse(self.memory.read_state(found, self.mesh.host_group))
+            check_model(path, state.typed_model(path), self.config.model)
         if self.config.checkpoint.finetune or self.config.evaluation.eval_only or state.weights_only:
             self._load_weights(path, state.expert_biases)
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
@@ -189,19 +290,23 @@ class Checkpoints:
         ours = self.config.optimizer
         same = state.optimizer == ours.optimizer
         shards = self._trained() if same else self._weights()
-        self._load_shards(path, shards, partial=not same or bool(self.config.training.freeze_parameters))
+        partial = not same or bool(self.config.training.freeze_parameters)
+        self._load_shards(path, shards, partial, found)
         updates = state.updates if same else 0
-        found = {"updates": updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
-        self.engine.load_state_dict(found, shards)
+        restored = {"updates": updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
+        self.engine.load_state_dict(restored, shards)
         if not same:
             anew = ", ".join(each.name for each in ours.rules.states)
             log.info(f"--optimizer {ours.optimizer} begins with the weights that {state.optimizer} left: {anew} are 0")
         for difference in changed_options(state.config, self.config, self.given):
             log.info(difference)
-        if path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve():
+        on_disk = path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve()
+        if on_disk:
             self.saved_at = state.iteration
+        if on_disk or found is not None:
             self.run_id, self.source_digest = state.run, state.source_digest
-        log.info(f"loaded {path} in {time.perf_counter() - start:.1f} s")
+        seconds = time.perf_counter() - start
+        log.info(found.loaded(seconds) if found is not None else f"loaded {path} in {seconds:.1f} s")
         return Progress(state.iteration, state.consumed_samples, state.skipped_in_a_row)
 
     def _load_weights(self, path: Path, expert_biases: Mapping[str, list[float]]) -> None:
@@ -222,7 +327,13 @@ class Checkpoints:
     def _weights(self) -> dict[str, LocalShard]:
         return {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
 
-    def _load_shards(self, path: Path, shards: dict[str, LocalShard], partial: bool = False) -> None:
+    def _load_shards(
+        self,
+        path: Path,
+        shards: dict[str, LocalShard],
+        partial: bool = False,
+        found: checkpoint.InMemory | None = None,
+    ) -> None:
         self.engine.wait()  # an all-gather of initial weights in flight would overwrite the loaded ones
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
         with self.mesh.world.peer_errors(f"loading {path}"):
@@ -230,6 +341,8 @@ class Checkpoints:
                 assert self.open_weights is not None
                 model, opened = self.config.model, self.open_weights
                 checkpoint.fill(path, shards, lambda shards: opened(path, model)(shards), self.mesh.host_group)
+            elif found is not None:
+                self.memory.load(found, shards, self.mesh.host_group, partial=partial)
             else:
                 checkpoint.load(path, shards, self.mesh.host_group, partial=partial)
 

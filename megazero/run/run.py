@@ -67,6 +67,8 @@ class TrainingRun:
                     check_replicas(trainer.engine, progress.iteration)
                 if trainer.due(config.checkpoint.save_interval):
                     self.checkpoints.save(progress)
+                if trainer.due(config.checkpoint.memory_checkpoint_interval):
+                    self.checkpoints.save_in_memory(progress)
                 if self.exports is not None and trainer.due(config.checkpoint.save_hf_interval):
                     self.exports.export(progress)
                 if trainer.due(config.checkpoint.exit_interval):
@@ -82,6 +84,7 @@ class TrainingRun:
         self.watchdog.doing = ""
         if progress.iteration:
             self.checkpoints.save(progress, last=True)
+            self.checkpoints.end_in_memory(progress)
             self._export_last()
         trainer.engine.wait()
         if stop is not None:

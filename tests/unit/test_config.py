@@ -52,7 +52,9 @@ COMING: set[str] = set()
 # 156: --optimizer-cpu-offload and its fraction.
 # 158: --adam-moments and --master-weights.
 # 159: --layout.
-NUM_OPTIONS = 159
+# 161: --memory-checkpoint-interval and its folder.
+# 162: --elastic.
+NUM_OPTIONS = 162
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -574,6 +576,8 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--zero-bubble-backlog 1 applies to --pipeline-schedule zero-bubble, zero-bubble-v, not 1f1b",
     ),
     ({"keep_last": 2}, 1, 9, "--keep-last 2 needs --save DIR"),
+    ({"memory_checkpoint_interval": 5}, 1, 9, "--memory-checkpoint-interval 5 needs --save DIR"),
+    ({"save": "x", "memory_checkpoint_dir": "y"}, 1, 9, "needs --memory-checkpoint-interval N; add it"),
     (
         {"save": "x", "save_interval": 5, "save_interval_minutes": 10.0},
         1,

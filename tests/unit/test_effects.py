@@ -169,6 +169,8 @@ SEEN = {
     "keep-last": "end_to_end/test_pretrain.py",
     "keep-every": "unit/test_resume.py",
     "async-save": "parallel/test_run_life.py",
+    "memory-checkpoint-interval": "parallel/test_memory_checkpoints.py",
+    "memory-checkpoint-dir": "parallel/test_memory_checkpoints.py",
     "exit-interval": "end_to_end/test_pretrain.py",
     "exit-duration-minutes": "parallel/test_run_life.py",
     "exit-before-minutes": "parallel/test_run_life.py",

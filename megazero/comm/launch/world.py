@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,20 @@ class World(NamedTuple):
     size: int
     local_rank: int  # on its node: which of the node's devices is its own
     launcher: str  # torchrun, srun or single
+
+
+class Node(NamedTuple):
+    """A node: its ranks share memory, and are lost together."""
+
+    machine: str  # keeps its name when the run is started again
+    group: str  # number that torchrun gave it, because tests simulate several nodes on one machine
+
+
+def this_node() -> Node:
+    """Return the node of this process. MEGAZERO_NODE overrides the name that SLURM or the system gives."""
+    env = os.environ
+    machine = env.get("MEGAZERO_NODE") or env.get("SLURMD_NODENAME") or socket.gethostname()
+    return Node(re.sub(r"[^A-Za-z0-9_.-]", "_", machine), env.get("GROUP_RANK", "0"))
 
 
 def read_world() -> World:

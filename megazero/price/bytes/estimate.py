@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from megazero.config.flags import with_values
-from megazero.config.schema import Config
+from megazero.config.schema import BYTES, Config
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.model.stage import declare
+from megazero.plan.layout.owned import rank_parts
 from megazero.plan.layout.topology import KINDS_OF_TRAFFIC, Layout
 from megazero.plan.program.operations import (
     Backward,
@@ -181,6 +182,17 @@ def _fullest(config: Config, layout: Layout, pp: int) -> int:
     return max(ranks, key=owned)
 
 
+def staged_bytes(config: Config, layout: Layout, rank: int) -> int:
+    """Return the bytes of the copies that a rank's checkpoints in memory are written from."""
+    if not (config.checkpoint.memory_checkpoint_interval and config.trains):
+        return 0
+    rules, found = config.optimizer.rules, 0
+    for part in rank_parts(config, layout, rank, declare):
+        states = rules.rule(part.spec.matrices is not None, part.spec.blocked).states
+        found += (part.stop - part.start) * (1 + len(states))
+    return found * max(4, BYTES[config.training.precision])
+
+
 class _Level:
     """Bytes now, and their peak."""
 
@@ -217,6 +229,7 @@ class _Walk:
         self.watch: Callable[[Op], None] | None = None
         self.gathers, self.reductions = Counter[str](), Counter[str]()  # unit -> ring passes over its elements
         self.on_device = not config.activations.checkpoint_in_cpu  # inputs kept for recompute
+        self.staged = staged_bytes(config, layout, rank)
         self.enter: dict[type, Callable[[Any], None]] = {
             Forward: self._forward,
             Recompute: self._recompute,
@@ -249,6 +262,7 @@ class _Walk:
             if sizes.persistent[name].sharded:
                 self.tracker.enter("gradients", sizes.owned_gradients(name))
         self.tracker.enter("buffers" if self.on_device else "host", step.num_slots * sizes.kept)
+        self.tracker.enter("host", self.staged)
         if not (self.on_device or self.needs_staging_buffer):
             self.tracker.enter("buffers", sizes.copies_at_rest())
         return step

@@ -53,6 +53,7 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     }
     host = [shares["host"]] if "host" in shares else []
     host += [f"{kept}, in host memory"] if activations.checkpoint_in_cpu else []
+    host += ["weights and optimizer states to copy"] if config.checkpoint.memory_checkpoint_interval else []
     return formulas | {
         "activations": f"autograd's saved tensors of {'one recomputed block, and the ends' if full else 'all layers'}",
         **shares,

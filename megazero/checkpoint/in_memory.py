@@ -1,0 +1,441 @@
+"""Checkpoints in the memory of the nodes, which outlive the ranks; each rank's file is on two nodes.
+
+Note [In memory]
+Every node has a folder of its own in --memory-checkpoint-dir. A save writes the files of a checkpoint on disk, divided
+over these folders: `iter_0000100` on a node has the manifest, the state, the tensor files that the node's ranks wrote,
+and copies of those of the node before it in the ring. A checkpoint is *whole* if all files that its manifest lists are
+on some nodes that are left. So one lost node costs nothing, nor do several that are no neighbours.
+A node's part is written in `.iter_0000100.partial`. It gets its name when every node has its files, and only then is an
+older one deleted. So at most two exist, and a kill at any moment leaves one that is whole.
+A run that resumes takes the newest one that is whole and newer than the disk's, with the order of Note [Which one] in
+`folders`. Another run may have left it: its `saved_into` must be the content of the file IDENTITY in the --save folder,
+which is gone when a user deletes that folder. Chunks that no local file has are asked of ranks that have them, so that
+any layout on any nodes loads it, and no node needs memory for files of others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import pickle
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megazero.checkpoint.agreement import Group, from_rank_0, gather_all, rank_of, together
+from megazero.checkpoint.api import NOTHING, check
+from megazero.checkpoint.folders import checkpoints, folder_name, next_save_number
+from megazero.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    Damaged,
+    Manifest,
+    StoredChunk,
+    parse_manifest,
+    read_manifest_bytes,
+    read_state,
+    unchecked_state,
+    write_durably,
+)
+from megazero.checkpoint.manifest import manifest_text as text_of
+from megazero.checkpoint.nodes import Nodes, exchange
+from megazero.checkpoint.planning import RankPlan, SaveLayout, file_name
+from megazero.checkpoint.shards import LocalShard
+from megazero.checkpoint.storage import ChunkReader, Save, Target, WrittenFile
+from megazero.checkpoint.tensor_file import host_bytes
+from megazero.files import OutputFile, crc32, explain, open_regular, read_regular, write_atomically
+from megazero.log import log
+from megazero.units import size, things
+
+IDENTITY = ".memory-checkpoints"
+PIECE_BYTES = 16 << 20  # of a file, sent at once
+KEPT = 2  # checkpoints of each copy, while one is written
+SHARED_MEMORY = "/dev/shm/megazero-{}"  # of a user
+
+Wanted = tuple[tuple[str, StoredChunk], list[Target]]
+
+
+class Held(NamedTuple):
+    """The part of a checkpoint that a node holds."""
+
+    order: tuple[int, float]  # number of the save, as on disk; time
+    iteration: int
+    digest: int  # of the manifest
+    files: tuple[str, ...]
+    absent: tuple[str, ...]
+
+
+class InMemory(NamedTuple):
+    """A whole checkpoint in the memory of `nodes`: at least one has each file."""
+
+    save_number: int
+    iteration: int
+    digest: int
+    nodes: tuple[int, ...]
+    holders: dict[str, list[int]]  # file -> nodes
+    disk: int = 0  # iteration of the newest on the disk; 0: there is none
+
+    @property
+    def name(self) -> str:
+        """Name of its folder on each node."""
+        return folder_name(self.iteration)
+
+    def loaded(self, seconds: float) -> str:
+        where = f"the memory of {things(len(self.nodes), 'node')}"
+        disk = f"the disk has {self.disk or 'none'}"
+        return f"loaded iteration {self.iteration} from {where} in {seconds:.1f} s ({disk})"
+
+
+def whole(inventories: Sequence[Sequence[Held]]) -> tuple[list[InMemory], dict[int, str]]:
+    """Return the whole checkpoints, newest first, and the faults of others by iteration; inventories: of each node."""
+    parts: dict[tuple[tuple[int, float], int, int], dict[int, Held]] = {}
+    for node, inventory in enumerate(inventories):
+        for held in inventory:
+            parts.setdefault((held.order, held.iteration, held.digest), {})[node] = held
+    found, faults, limit = [], {}, None
+    for (order, iteration, digest), nodes in sorted(parts.items(), reverse=True):
+        if limit is not None and iteration >= limit:
+            continue  # abandoned, as in Note [Which one]
+        limit = iteration
+        holders: dict[str, list[int]] = {}
+        for node, held in nodes.items():
+            for file in held.files:
+                holders.setdefault(file, []).append(node)
+        lost = sorted(set.intersection(*(set(held.absent) for held in nodes.values())))
+        if lost:
+            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            faults[iteration] = f"iteration {iteration} in memory has lost both copies of {lost[0]}{more}"
+        else:
+            found.append(InMemory(order[0], iteration, digest, tuple(nodes), holders))
+    return found, faults
+
+
+class MemoryCheckpoints:
+    """One rank's part in the checkpoints in memory of a run; all ranks call each method together.
+
+    Attributes:
+        folder: of this rank's node.
+        number: of saves to the disk so far, as in Note [Which one] in `folders`; rank 0 counts.
+        newest: iteration of the one that all nodes have; None: there is none.
+    """
+
+    def __init__(self, base: str, save: Path, group: Group) -> None:
+        """Make the folder. ValueError, on every rank, if a node cannot.
+
+        Args:
+            base: --memory-checkpoint-dir; "": the default.
+            save: the --save folder, which exists.
+        """
+        self.nodes = Nodes.meet(group)
+        path, self.identity, self.number = from_rank_0(
+            lambda: (os.path.abspath(save), _identity(save), next_save_number(save)), group
+        )
+        self.base = Path(base or SHARED_MEMORY.format(os.getuid()))
+        self.folder = self.base / hashlib.sha256(path.encode()).hexdigest()[:12] / self.nodes.names[self.nodes.mine]
+        self.newest: int | None = None
+        together("making --memory-checkpoint-dir", group, self._make, lambda made: made)
+
+    def _make(self) -> None:
+        try:
+            self.base.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.base.stat().st_uid != os.getuid():  # it may be in a folder where everyone can write
+                raise ValueError(f"--memory-checkpoint-dir {self.base} belongs to another user; name another folder")
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--memory-checkpoint-dir {self.base}: {explain(error)}") from None
+
+    def bytes_per_node(self, shards: Mapping[str, LocalShard], group: Group) -> list[int]:
+        """Return the most bytes of tensors that each node holds: twice its own files and its neighbour's."""
+
+        def count(plans: list[RankPlan]) -> list[list[int]]:
+            written = SaveLayout(plans).num_bytes
+            own = [sum(written[rank] for rank in ranks) for ranks in self.nodes.ranks]
+            return [[KEPT * (n + (own[at - 1] if len(own) > 1 else 0)) for at, n in enumerate(own)]] * len(plans)
+
+        return together("planning copies in memory", group, lambda: RankPlan.of(shards), count)
+
+    def announce(self, shards: Mapping[str, LocalShard], group: Group) -> None:
+        """Report the memory of the fullest node, and warn if it has not as much."""
+        needed = self.bytes_per_node(shards, group)
+        room = shutil.disk_usage(self.folder).free + sum(_size(path) or 0 for path in self.folder.rglob("*"))
+        rooms = gather_all(room, group)
+        left, node = min((rooms[ranks[0]] - needed[at], at) for at, ranks in enumerate(self.nodes.ranks))
+        rest = f"{size(rooms[self.nodes.ranks[node][0]])} are free for them in {self.base}"
+        text = f"checkpoints in memory take at most {size(needed[node])} of node {self.nodes.names[node]}; {rest}"
+        if left < 0:
+            log.warning(f"{text}: copies will fail; give a --memory-checkpoint-dir with more room, or use more nodes")
+        else:
+            log.info(text + ("" if len(needed) > 1 else "; they are lost with it, because there is no other node"))
+
+    # -- save
+
+    def stamp(self) -> dict[str, Any]:
+        """Return the fields of a state in memory that one on disk lacks."""
+        return {"saved_into": self.identity, "saved_time": time.time(), "save_number": self.number}
+
+    def save(
+        self,
+        root: Path,
+        iteration: int,
+        shards: Mapping[str, LocalShard],
+        state: dict[str, Any],
+        group: Group = None,
+        attached: Mapping[str, bytes] = NOTHING,
+    ) -> Path:
+        """Save into the folders of all nodes, and copy each rank's file to the next node. Raises as `api.save`.
+
+        Args:
+            root: `folder`.
+            state: with `stamp()`.
+            attached: is left out; the run that resumes has a tokenizer of its own.
+        """
+        job = Save(root, iteration, rank_of(group), shards, state, {})
+        action = f"copying iteration {iteration} to memory"
+        manifests: list[Manifest] = []
+
+        def describe(written: list[WrittenFile | None]) -> list[None]:
+            manifests.append(job.manifest(written))
+            return [None] * len(written)
+
+        try:
+            skipped = together(action, group, lambda: self._plan(job), job.divide)
+            together(action, group, lambda: job.write(skipped), describe)
+            together(action, group, lambda: self._copy(job.folder, group), _done)
+            texts = from_rank_0(lambda: (text_of(manifests[0]).encode(), job.state_text), group)
+            together(action, group, lambda: self._write_texts(job.folder, *texts), _done)
+            together(action, group, lambda: self._publish(job), _done)
+        except BaseException:
+            if self.nodes.leads:
+                shutil.rmtree(job.folder, ignore_errors=True)
+            raise
+        self.newest = iteration
+        return root / folder_name(iteration)
+
+    def _plan(self, job: Save) -> RankPlan:
+        if self.nodes.leads:
+            for path in checkpoints(self.folder):
+                if path.name != folder_name(self.newest or 0):
+                    shutil.rmtree(path)
+            if job.rank:  # rank 0 makes its folder when it has planned
+                job.make_folder()
+        return job.plan()
+
+    def _copy(self, folder: Path, group: Group) -> None:
+        """Send this rank's file to the next node, and write those of the node before. OSError once all have arrived."""
+        failures = []
+        for to, source in self.nodes.copies():
+            arriving = exchange(_pieces(folder / file_name(rank_of(group))), to, source, group)
+            path = folder / file_name(source) if source is not None else folder
+            failures += [error for error in [_write_pieces(path, arriving)] if error]
+        if failures:
+            raise failures[0]
+
+    def _write_texts(self, folder: Path, manifest: bytes, state: bytes) -> None:
+        if self.nodes.leads:
+            write_durably(folder / STATE, state)
+            write_durably(folder / MANIFEST, manifest)
+
+    def _publish(self, job: Save) -> None:
+        if self.nodes.leads:
+            job.folder.rename(self.folder / folder_name(job.iteration))
+
+    def settle(self, found: InMemory | None) -> None:
+        """Delete all checkpoints but the one that was loaded."""
+        self.newest = found.iteration if found else None
+        if self.nodes.leads:
+            for path in checkpoints(self.folder):
+                held = self._held(path)
+                if not (found and held and (held.iteration, held.digest) == (found.iteration, found.digest)):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Delete the folder of this node, and those around it that are empty."""
+        if self.nodes.leads:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            for folder in (self.folder.parent, self.base):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
+    # -- load
+
+    def find(self, disk: Path | None, group: Group) -> tuple[list[InMemory], list[str]]:
+        """Return the whole checkpoints that are newer than `disk`, newest first, and why others are not taken."""
+        everyone = gather_all(self._inventory() if self.nodes.leads else [], group)
+        found, faults = whole([everyone[ranks[0]] for ranks in self.nodes.ranks])
+        state = from_rank_0(lambda: unchecked_state(disk) if disk else {}, group)
+        number, iteration = state.get("save_number", 0), state.get("iteration", 0)
+        newer = [
+            each._replace(disk=iteration) for each in found if each.save_number > number and each.iteration > iteration
+        ]
+        reasons = [fault for of, fault in faults.items() if of > iteration]
+        if found and not newer:
+            reasons.append(f"iteration {found[0].iteration} in memory is not newer")
+        return newer, reasons
+
+    def _inventory(self) -> list[Held]:
+        return [held for held in map(self._held, checkpoints(self.folder)) if held is not None]
+
+    def _held(self, path: Path) -> Held | None:
+        """Return this node's part of a checkpoint; None if it is damaged, or another run's."""
+        try:
+            raw, state = read_manifest_bytes(path), read_state(path)
+            sizes = parse_manifest(path, raw).files
+        except ValueError:
+            return None
+        if state.get("saved_into") != self.identity:
+            return None
+        here = tuple(file for file, length in sizes.items() if _size(path / file) == length)
+        order = state["save_number"], state["saved_time"]
+        return Held(order, state["iteration"], crc32(raw), here, tuple(sizes.keys() - set(here)))
+
+    def read_state(self, found: InMemory, group: Group) -> dict[str, Any]:
+        """Return the state of a checkpoint, from a node that has it."""
+        return from_rank_0(lambda: read_state(self.folder / found.name), group, self._source(found))
+
+    def load(self, found: InMemory, shards: Mapping[str, LocalShard], group: Group, *, partial: bool = False) -> None:
+        """Fill the shards, as `api.load`; a damaged chunk is taken from the other copy, with a warning."""
+        path = self.folder / found.name
+        raw = from_rank_0(lambda: read_manifest_bytes(path), group, self._source(found))
+        content = parse_manifest(path, raw)
+        check(path, content, shards, group, partial)
+        reader = ChunkReader(path, content)
+        left: list[Wanted] = [each for chunks in reader.plan(shards).values() for each in chunks.items()]
+        for turn in range(max(map(len, found.holders.values()), default=0)):
+            left = self._fill(reader, left, found.holders, turn, group)
+            faults = [f"{chunk.file} of {self._name(found.holders, chunk.file, turn)}" for (_, chunk), _ in left]
+            everyone = sorted({fault for each in gather_all(set(faults), group) for fault in each})
+            if not everyone:
+                return
+            log.warning(f"iteration {found.iteration} in memory is damaged: {', '.join(everyone)}; trying other copies")
+        together(f"loading {path}", group, lambda: _refuse(found, left), _done)
+        raise AssertionError("a rank lacks chunks and did not refuse")
+
+    def _source(self, found: InMemory) -> int:
+        """Return a rank that has manifest and state."""
+        return self.nodes.ranks[found.nodes[0]][0]
+
+    def _holder(self, holders: Mapping[str, Sequence[int]], file: str, turn: int) -> int | None:
+        """Return the node to ask for a file: this one, if it has it, then those that follow it in the ring."""
+        count = len(self.nodes.ranks)
+        ordered = sorted(holders[file], key=lambda node: (node - self.nodes.mine) % count)
+        return ordered[turn] if turn < len(ordered) else None
+
+    def _name(self, holders: Mapping[str, Sequence[int]], file: str, turn: int) -> str:
+        node = self._holder(holders, file, turn)
+        return "no node" if node is None else self.nodes.names[node]
+
+    def _fill(
+        self, reader: ChunkReader, wanted: list[Wanted], holders: Mapping[str, Sequence[int]], turn: int, group: Group
+    ) -> list[Wanted]:
+        """Read chunks from their holders of this turn; return those that were damaged there."""
+        asked: dict[int, list[Wanted]] = {}
+        left = []
+        for each in sorted(wanted, key=lambda each: each[0][1].file):
+            node = self._holder(holders, each[0][1].file, turn)
+            if node is None:
+                left.append(each)
+                continue
+            ranks = self.nodes.ranks[node]
+            asked.setdefault(ranks[self.nodes.place % len(ranks)], []).append(each)
+        me = rank_of(group)
+        left += _take(asked.get(me, []), _read(reader, [each for each, _ in asked.pop(me, [])]))
+        everyone = gather_all(sorted(asked), group)
+        for distance in range(1, len(everyone)):
+            to, source = (me + distance) % len(everyone), (me - distance) % len(everyone)
+            mine = to if to in asked else None
+            theirs = source if me in everyone[source] else None
+            requests = [pickle.dumps([each for each, _ in asked.get(to, [])])]
+            arrived = list(exchange(map(_as_tensor, requests), mine, theirs, group))
+            served = _read(reader, pickle.loads(arrived[0].numpy().tobytes()) if arrived else [])
+            left += _take(asked.get(to, []), exchange(served, theirs, mine, group))
+        return left
+
+
+def _identity(save: Path) -> str:
+    """Return the content of IDENTITY in the --save folder, which is made if it is missing."""
+    path = save / IDENTITY
+    if not path.exists():
+        save.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, uuid.uuid4().hex.encode())
+    return read_regular(path, limit=100).decode(errors="replace")
+
+
+def _done(results: list[None]) -> list[None]:
+    return results
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None
+
+
+def _pieces(path: Path) -> Iterator[torch.Tensor]:
+    """Yield a file in pieces, without a copy; nothing if there is none, because the rank wrote nothing."""
+    if not path.exists():
+        return
+    with contextlib.closing(os.fdopen(open_regular(path), "rb")) as file:
+        content = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    yield from content.split(PIECE_BYTES)
+
+
+def _write_pieces(path: Path, pieces: Iterable[torch.Tensor]) -> OSError | None:
+    """Write a file of pieces, and take all of them even if that fails; return the error."""
+    file = failure = None
+    for piece in pieces:
+        try:
+            if failure is None:
+                file = file or OutputFile(path)
+                file.write(host_bytes(piece))
+        except OSError as error:
+            failure = error
+    if file is not None:
+        file.close()
+    return failure
+
+
+def _read(reader: ChunkReader, chunks: Sequence[tuple[str, StoredChunk]]) -> Iterator[torch.Tensor]:
+    """Yield the bytes of chunks of this node's files, ordered by file; none for one that is damaged."""
+    for file, of_file in groupby(chunks, key=lambda each: each[1].file):
+        with contextlib.ExitStack() as stack:
+            opened = None
+            with contextlib.suppress(Damaged):
+                opened = stack.enter_context(reader.open(file))
+            for name, chunk in of_file:
+                data = torch.empty(0)
+                if opened is not None:
+                    with contextlib.suppress(Damaged):
+                        data = reader.read_chunk(opened, name, chunk)
+                yield data.reshape(-1).view(torch.uint8)
+
+
+def _take(wanted: Sequence[Wanted], found: Iterable[torch.Tensor]) -> list[Wanted]:
+    """Copy the bytes of chunks to their targets; return the chunks that were damaged."""
+    left = []
+    for each, data in zip(wanted, found, strict=True):
+        (_, chunk), targets = each
+        if not len(data):
+            left.append(each)
+            continue
+        for part, target in targets:
+            target.copy_(data.view(target.dtype).view(chunk.region.size)[part])
+    return left
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _refuse(found: InMemory, left: Sequence[Wanted]) -> None:
+    if left:
+        (name, chunk), _ = left[0]
+        raise Damaged(f"iteration {found.iteration} in memory is damaged: tensor {name!r} in every {chunk.file}")
