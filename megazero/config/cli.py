@@ -123,8 +123,10 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         if stop.code and notes:  # the message names the translation of a foreign flag
             log.error("\n".join(notes))
         raise
-    given = frozenset(values) | names_of(args)
-    if config.parallel.layout == "auto" and "layout" in names_of(args):  # then the layout of a preset does not count
+    given, asks = frozenset(values) | names_of(args), {"layout", "elastic"}
+    if config.parallel.elastic and "layout" not in given:
+        config = with_values(config, {"layout": "auto"})
+    if config.parallel.layout == "auto" and asks & names_of(args):  # then the layout of a preset does not count
         dropped = given & {*LAYOUT_FLAGS} - names_of(args)
         config, given = with_values(config, {name: flags()[name].default for name in dropped}), given - dropped
     return Command(config, args, given, notes)

@@ -377,6 +377,12 @@ class ParallelConfig:
     value; those of a preset do not count, unless it has layout = "auto" itself. Needs --global-batch-size. The choice
     is printed as flags, and config.toml has them. Any layout trains the same model. given: the flags, or their
     defaults."""
+    elastic: str = ""
+    """MIN:MAX, such as 6:8: train on as many nodes as there are, from MIN to MAX. When nodes are lost, the run starts
+    again on those that are left, from its newest checkpoint; when some come back, it takes them in after a step. Batch
+    and samples stay the same, and so does the loss. Needs --save and --global-batch-size. Implies --layout auto, and
+    --load of the --save folder when it has a checkpoint. SAVE/layouts.json keeps the layout for each number of nodes.
+    Start every node with scripts/launch.sh, or the job with scripts/slurm/pretrain.sbatch (docs/cluster.md)."""
     tensor_model_parallel_size: Ranks = 1
     """Ranks that share each matrix of a layer."""
     context_parallel_size: Ranks = 1

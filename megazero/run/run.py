@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from megazero.comm.launch import agent
 from megazero.comm.mesh.collectives import MAX
 from megazero.config.cli import Command
 from megazero.log import log
@@ -30,8 +31,16 @@ class TrainingRun:
         wishes: Wishes,
         command: Command | None = None,
         exports: Exports | None = None,
+        elastic: str = "",
     ) -> None:
-        """`wishes`: the requests to save or stop that this rank sees; `command`: its flags go into config.toml."""
+        """Take the parts of a run.
+
+        Args:
+            wishes: the requests to save or stop that this rank sees.
+            command: its flags go into config.toml.
+            elastic: the nodes and the layout of this start, with --elastic.
+        """
+        self.elastic = elastic
         self.exports = exports
         self.trainer, self.checkpoints, self.wishes, self.command = trainer, checkpoints, wishes, command
         self.config, self.mesh, self.watchdog = trainer.config, trainer.mesh, trainer.watchdog
@@ -53,6 +62,7 @@ class TrainingRun:
             self.exports.resume(progress)
         if progress.iteration < last:
             events.start(progress.iteration)
+            agent.leave(agent.BEGAN, str(progress.iteration))
         try:
             while progress.iteration < last and (stop := self._stop()) is None:
                 try:
@@ -88,6 +98,7 @@ class TrainingRun:
             self._export_last()
         trainer.engine.wait()
         if stop is not None:
+            agent.leave(agent.STOPPED, stop.name)
             kept = self.checkpoints.saved_at == progress.iteration
             log.info(stopped_words(progress.iteration, stop.why, config.checkpoint if kept else None))
         events.end(
@@ -174,3 +185,5 @@ class TrainingRun:
             log.info(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
         elif done:
             log.info(f"resuming after iteration {done}")
+        if self.elastic:
+            log.info(f"{self.elastic}, from iteration {done}")
