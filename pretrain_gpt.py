@@ -139,7 +139,7 @@ class Plan(NamedTuple):
     config: Config  # resolved
     chosen: str  # note on the defaults that the GPU chose
     auto: str  # report of --layout auto
-    question: Question | None  # with --elastic: what the layouts of other numbers of nodes depend on
+    question: Question | None  # with --elastic: of the layouts for other numbers of nodes
     started: str  # with --elastic: the line of this start
     layout: Layout
     device: torch.device
@@ -281,8 +281,8 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     from megazero.huggingface.loading import open_weights
     from megazero.observe import start_report
     from megazero.observe.watchdog import Watchdog
-    from megazero.run.checkpoints import Checkpoints
     from megazero.run import relayout
+    from megazero.run.checkpoints import Checkpoints
     from megazero.run.exports import Exports
     from megazero.run.resume import find_checkpoint
     from megazero.run.run import TrainingRun

@@ -1,9 +1,9 @@
-"""The agent of a node of an elastic run (--elastic MIN:MAX), for scripts/launch.sh: torchrun's, and what it lacks.
+"""The agent of a node of an elastic run (--elastic MIN:MAX), for scripts/launch.sh: torchrun's agent, with additions.
 
 Note [Agents]
 torchrun's agents meet at a store, start the ranks of their nodes, and meet again when ranks have failed. Added here:
 - The store is a process of its own on the named host, so that no node's agent takes it along. All ranks use it too.
-- A node whose agent gives no sign of life is lost: the others' ranks are told so, and end even within a collective.
+- A node whose agent gives no sign of life is lost: the ranks of the others learn it, and end even within a collective.
 - Nodes that come back: the ranks are asked to stop after their step and to save, for as long as that takes.
 - Only failures of ranks count, and only those in a row without a new checkpoint: the third ends the run.
 Agents and ranks exchange notes as files (`megazero.comm.launch.agent`).
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from elastic_store import END, RUN
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -46,16 +47,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megazero.comm.launch import agent as notes
 from megazero.comm.launch.world import this_node
 
-RUN = "elastic"  # one run uses a store
-END = "megazero/end"  # key: the last sentence of the run
-BEAT_SECONDS, BEATS = 2, 4  # between an agent's signs of life; missing ones after which it is lost
-FIRST_CALL, LAST_CALL = 20.0, 2.0  # seconds to wait for more nodes than MIN: at first; later, all are there
+LOST_SECONDS = 8  # after which an agent without a sign of life is lost; ELASTIC_LOST_SECONDS sets another number
+BEATS = 4  # signs of life in that time
+FIRST_CALL, LAST_CALL = 20.0, 2.0  # seconds to wait for more nodes than MIN: at first; later, all have met before
 SETTLE_SECONDS = 3.0  # in which several nodes that come back are taken in together
 ANSWER_SECONDS = 60.0  # until the store answers
-SAY_SECONDS = 10.0  # of waiting, before a line says so
+SAY_SECONDS = 10.0  # of waiting, before a line is printed
 TRIES = 3  # failures in a row without a new checkpoint
 MANY = 10**6  # restarts
-LEFT_SECONDS = 600.0  # after which a store without agents ends
 SAVED_EARLY, INTERRUPTED = 75, 130  # exit codes of ranks
 
 
@@ -81,7 +80,7 @@ class Limits(RendezvousTimeout):
 
 
 class Meeting(DynamicRendezvousHandler):
-    """Where the agents agree on the nodes of each generation. Made by `meeting`.
+    """The agents' agreement on the nodes of each generation. Made by `meeting`.
 
     Attributes:
         endpoint: host and port of the store.
@@ -106,7 +105,7 @@ class Meeting(DynamicRendezvousHandler):
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(*self.endpoint))
 
     def num_nodes_waiting(self) -> int:
-        """Tell the ranks of changes. Always 0: torchrun would kill ranks whose last save takes longer than 30 s."""
+        """Leave the ranks notes of changes. Always 0: torchrun kills ranks that save for more than 30 s."""
         with self.explained():
             waiting = super().num_nodes_waiting()
             if self.state.closed:
@@ -164,7 +163,7 @@ class Meeting(DynamicRendezvousHandler):
 
 
 def last_words(store: dist.Store) -> Ended | None:
-    """Return with what the run of this store has ended; None: it has not."""
+    """Return the end of the run of this store; None: it has not ended."""
     if not store.check([END]):
         return None
     code, _, message = store.get(END).decode().partition(" ")
@@ -181,9 +180,10 @@ def meeting(endpoint: str, least: int, most: int, wait_seconds: float) -> Meetin
     store = connect(host, port)
     limits = Limits(join=timedelta(seconds=wait_seconds))
     backend = C10dRendezvousBackend(store, RUN)
-    found = Meeting.from_backend(
-        RUN, store, backend, least, most, this_node().machine, limits, keep_alive_interval=BEAT_SECONDS, keep_alive_max_attempt=BEATS
-    )
+    lost = int(os.environ.get("ELASTIC_LOST_SECONDS", LOST_SECONDS))
+    beat = max(1, lost // BEATS)
+    beats = {"keep_alive_interval": beat, "keep_alive_max_attempt": max(2, lost // beat)}
+    found = Meeting.from_backend(RUN, store, backend, least, most, this_node().machine, limits, **beats)
     found.endpoint, limits.meeting = (host, store.port), found
     # Ranks use the store of the agents. Else torchrun makes another on the first node, and does not follow that node's
     # changes: the others keep the address of a lost one.
@@ -211,6 +211,13 @@ def connect(host: str, port: int) -> dist.TCPStore:
             f"machine reaches that port ({str(error).splitlines()[0]})"
         ) from None
     raise words or AssertionError
+
+
+def start_store(host: str, port: int) -> None:
+    """Start the store as a process of its own, which outlives this agent. A second one ends at once."""
+    program, nowhere = Path(__file__).with_name("elastic_store.py"), subprocess.DEVNULL
+    command = [sys.executable, str(program.resolve()), host, str(port)]
+    subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
 
 class Agent(LocalElasticAgent):
@@ -306,46 +313,9 @@ def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report
         agent.run()
         found.end("the run is done", 0)
     except SignalException:
-        closes = False  # this node leaves, and the others go on
+        closes = False  # this node leaves, and the others continue
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if closes:
             found.shutdown()
-
-
-# -- the store
-
-
-def start_store(host: str, port: int) -> None:
-    """Start the store as a process of its own, which outlives this agent. A second one ends at once."""
-    command = [sys.executable, str(Path(__file__).resolve()), host, str(port)]
-    subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def keep_store(host: str, port: int) -> None:
-    """Be the store until the run has ended, or no agent has given a sign of life for long."""
-    try:
-        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
-    except dist.DistError:
-        return  # another one has the port
-    state, since = b"", time.monotonic()
-    while True:
-        time.sleep(1)
-        key = f"torch.rendezvous.{RUN}"
-        now = store.get(key) if store.check([key]) else b""
-        if now != state:
-            state, since = now, time.monotonic()
-        ended = store.check([END])
-        if time.monotonic() - since > (BEAT_SECONDS * BEATS if ended else LEFT_SECONDS):
-            return
-
-
-if __name__ == "__main__":
-    keep_store(sys.argv[1], int(sys.argv[2]))

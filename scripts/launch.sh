@@ -34,6 +34,8 @@ Environment:
   PYTHON            interpreter; default: .venv/bin/python of this repository, or else python3
   PROGRAM           program to run; default: pretrain_gpt.py of this repository
   OMP_NUM_THREADS   CPU threads of a rank; default: the number of cores / N
+  ELASTIC_LOST_SECONDS
+                --elastic: whole seconds without a sign of life of a node, after which it is lost; default: 8
   TORCH_FR_DUMP_TEMP_FILE
                     GPUs: files of the last NCCL calls; default: nccl_trace_rank_ in --log-dir. megazero/environment.py
                     has the defaults of torch's other variables

@@ -32,7 +32,7 @@ LAYOUTS = "layouts.json"  # in the --save folder
 OTHER_GROUPS = ("checkpoint", "log", "monitor", "plan", "evaluation")
 
 
-class Kept(msgspec.Struct):
+class Table(msgspec.Struct):
     """The file: rows by number of nodes, and a digest of the question that they answer."""
 
     question: str
@@ -113,7 +113,7 @@ def start_words(config: Config, world: World, layout: str) -> str:
 def read(save: Path, digest: str) -> dict[int, Chosen]:
     """Return the rows in the --save folder; none if they answer another question, or the file is damaged."""
     try:
-        kept = msgspec.json.decode(read_regular(save / LAYOUTS), type=Kept)
+        kept = msgspec.json.decode(read_regular(save / LAYOUTS), type=Table)
     except (OSError, ValueError):  # msgspec's errors are ValueErrors
         return {}
     return {nodes: row._replace(flags=_typed(row.flags)) for nodes, row in kept.rows.items() if kept.question == digest}
@@ -126,7 +126,7 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
 
 def write(save: Path, digest: str, rows: Mapping[int, Chosen]) -> None:
     """Keep the rows, all or none."""
-    write_atomically(save / LAYOUTS, msgspec.json.encode(Kept(digest, dict(rows))))
+    write_atomically(save / LAYOUTS, msgspec.json.encode(Table(digest, dict(rows))))
 
 
 def complete(question: Question, rank: int, size: int, group: Any) -> None:

@@ -208,6 +208,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "wishes": Kind("Wishes"),
         "command": Kind("Command"),
         "exports": None,
+        "elastic": "",
     },
     "choose_matmul_backend": {"config": CONFIG, "mesh": MESH, "measure": Kind("function")},
     "choose_kernels": {"config": CONFIG, "mesh": MESH, "complaint": None},

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 FOLDER = "MEGAZERO_AGENT"
-LOST = "lost"  # from the agent: why the ranks cannot go on, at once
+LOST = "lost"  # from the agent: why the ranks must end at once
 CHANGED = "changed"  # from the agent: why the ranks should stop after a step
 BEGAN = "began"  # from a rank: the iteration after which this start trains
 STOPPED = "stopped"  # from a rank: the name of the wish with which it ended

@@ -300,7 +300,7 @@ def abort(code: int) -> NoReturn:
 def end_with_launcher(world: World) -> None:
     """End this rank if its parent is killed: torchrun or srun, which then cannot end its ranks itself.
 
-    With --elastic, also if its agent says that a node is lost: this rank may hang in a collective with its ranks.
+    With --elastic, also if its agent reports a lost node: this rank may hang in a collective with its ranks.
     """
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" not in os.environ and world.launcher != "srun":
