@@ -65,6 +65,7 @@ def run(command: Command, world: World) -> None:
     from megazero.comm.launch import failures, launch
     from megazero.comm.launch.errors import PeerLost
     from megazero.step.engine import LossScaleExhausted
+    from megazero.zero.state_file import StatesLost
 
     try:
         if plans(command.config.plan):
@@ -80,7 +81,7 @@ def run(command: Command, world: World) -> None:
             sys.exit(stop.exit_code)
     except ValueError as error:
         fail(world, f"ValueError: {error}")
-    except (LossScaleExhausted, DeadRun) as error:
+    except (LossScaleExhausted, DeadRun, StatesLost) as error:
         fail(world, str(error))
     except PeerLost as error:
         # At once, because this rank may be ended before they answer.
@@ -115,7 +116,7 @@ def predict(command: Command) -> None:
             log.info(chosen)
     if config.parallel.layout == "auto":
         choice = choose_layout(config, command.given, config.plan.world_size or 1, vocabulary(config), device)
-        log.info(choice.words(config, device))
+        log.info(choice.words(config, device, command.dropped))
         config = choice.apply(config)
     if config.plan.plan_search:
         search_report.run_search(config, command.args, console)
@@ -174,10 +175,10 @@ def lay_out(
         choice = question.row(relayout.read(Path(config.checkpoint.save), question.digest()), num_nodes(world))
     else:
         choice = choose_layout(config, command.given, world.size, vocabulary, priced)
-    given = frozenset({*command.given, *choice.names(config)} - {"layout"})
+    given = frozenset({*command.given, *choice.names(config)} - {"layout", "device-type"})
     command = command._replace(config=choice.apply(command.config), given=given)
     started = relayout.start_words(config, world, choice.layout) if elastic else ""
-    return command, choice.apply(config), choice.words(config, priced), question, started
+    return command, choice.apply(config), choice.words(config, priced, command.dropped), question, started
 
 
 def prepare(command: Command, world: World) -> Plan:
@@ -206,7 +207,8 @@ def prepare(command: Command, world: World) -> Plan:
         bind_to_near_cpus(device)
     require_data(config)  # before the tokenizer, because a corpus may name it
     tokenizer = data_tokenizer(config)
-    vocabulary, memory = tokenizer.vocab_size if tokenizer else 0, machine(world, device)
+    vocabulary = tokenizer.vocab_size if tokenizer else 0
+    memory = machine(world, device, config.optimizer.optimizer_nvme_offload if config.trains else "")
     command, config, *report = lay_out(command, config, world, vocabulary, device, memory)
     config, layout = resolve(config, world.size, vocabulary, declare)
     check_device(config, device.type)
@@ -365,7 +367,7 @@ def rehearse(command: Command, world: World) -> None:
         on = config.plan.rehearse_on
         priced = load_device(config.plan.device_type or (CPU if RehearsalDevice.of(on).kind == CPU else ""))
         choice = choose_layout(config, command.given, pretended_world(config, world), vocabulary(config), priced)
-        log.info(choice.words(config, priced))
+        log.info(choice.words(config, priced, command.dropped))
         config = choice.apply(config)
     run_rehearsal(config, world, vocabulary(config))
 

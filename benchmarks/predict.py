@@ -28,6 +28,7 @@ from megazero.config.schema import Config
 from megazero.data.loader import MicroBatch
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import Layout
 from megazero.price.time.step_time import step_time
 from megazero.step.engine import Engine
 from tests.helpers.ranks import Program, Ranks
@@ -68,19 +69,21 @@ def config_of(flags: str) -> Config:
     return parse([*MODEL.split(), *flags.split()])
 
 
+def mock_batches(config: Config, layout: Layout, rank: int) -> list[MicroBatch]:
+    """Return the micro-batches of a step, of random tokens."""
+    b, s, count = config.training.micro_batch_size, config.model.seq_length, config.micro_batches(layout.dp)
+    ids = torch.randint(0, config.model.vocab_size, (count, b, s + 1), generator=torch.Generator().manual_seed(rank))
+    return [
+        MicroBatch(ids[n, :, :-1], ids[n, :, 1:], torch.ones(b, s), tuple(range(n * b, n * b + b)))
+        for n in range(count)
+    ]
+
+
 def run(rank: int, ranks: int, flags: str, steps: int) -> list[tuple[float, float]]:
     """Train, and return the seconds of every step but the first two, and CPU seconds of the thread that computes."""
     config, layout = resolve(config_of(flags), ranks, 0, declare)
     mesh = Mesh.build(layout, rank, torch.device("cpu"), check_buffers=False)
-    engine, training = Engine(config, mesh), config.training
-    b, s = training.micro_batch_size, config.model.seq_length
-    count = config.micro_batches(layout.dp)
-    ids = torch.randint(0, config.model.vocab_size, (count, b, s + 1), generator=torch.Generator().manual_seed(rank))
-    batches = [
-        MicroBatch(ids[n, :, :-1], ids[n, :, 1:], torch.ones(b, s), tuple(range(n * b, n * b + b)))
-        for n in range(count)
-    ]
-    seconds = []
+    engine, batches, seconds = Engine(config, mesh), mock_batches(config, layout, rank), list[tuple[float, float]]()
     for n in range(steps + 2):
         start, computing = time.perf_counter(), time.thread_time()
         engine.train_step(n + 1, batches)

@@ -28,6 +28,8 @@ WAYS = {  # row -> flags
     "gradients too": "--optimizer-cpu-offload --zero-stage 2",
     "and bf16 gradients": "--optimizer-cpu-offload --zero-stage 2 --grad-dtype bf16",
     "and kept inputs": "--optimizer-cpu-offload --zero-stage 2 --checkpoint-in-cpu",
+    "in a file": "--optimizer-cpu-offload --optimizer-nvme-offload /nvme",
+    "in a file, gradients too": "--optimizer-cpu-offload --optimizer-nvme-offload /nvme --zero-stage 2",
 }
 COLUMNS = ("device", "states", "layers", "parameters", "GB of the device", "GB of the host", "s a step", "TFLOP/s")
 

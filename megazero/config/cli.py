@@ -56,12 +56,14 @@ class Command(NamedTuple):
         args: the command line with foreign flags translated, without the flags of the preset.
         given: names of the flags, without dashes, that the command line, its preset or a config.json sets.
         notes: lines that report translated foreign flags, accepted ones without effect, and ignored retired ones.
+        dropped: flags of the preset that do not count, because --layout auto chooses them.
     """
 
     config: Config
     args: list[str]
     given: frozenset[str]
     notes: list[str]
+    dropped: frozenset[str] = frozenset()
 
     def to_toml(self, resolved: Config) -> str:
         """Format the given flags as a preset of the same run, and derived values as comments."""
@@ -123,13 +125,13 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         if stop.code and notes:  # the message names the translation of a foreign flag
             log.error("\n".join(notes))
         raise
-    given, asks = frozenset(values) | names_of(args), {"layout", "elastic"}
+    given, dropped = frozenset(values) | names_of(args), frozenset[str]()
     if config.parallel.elastic and "layout" not in given:
         config = with_values(config, {"layout": "auto"})
-    if config.parallel.layout == "auto" and asks & names_of(args):  # then the layout of a preset does not count
+    if config.parallel.layout == "auto" and {"layout", "elastic"} & names_of(args):
         dropped = given & {*LAYOUT_FLAGS} - names_of(args)
-        config, given = with_values(config, {name: flags()[name].default for name in dropped}), given - dropped
-    return Command(config, args, given, notes)
+        config = with_values(config, {name: flags()[name].default for name in dropped})
+    return Command(config, args, given - dropped, notes, dropped)
 
 
 def _sources(args: list[str], preset: Mapping[str, Any]) -> tuple[str, list[str]]:

@@ -15,7 +15,7 @@ NORMAL = {
     "data": ("data-path", "tokenizer"),
     "model": ("preset", "hf-config", "num-layers", "hidden-size", "num-attention-heads", "seq-length"),
     "batch": ("micro-batch-size", "global-batch-size", "train-iters", "precision"),
-    "parallelism": ("tensor-model-parallel-size", "pipeline-model-parallel-size", "zero-stage"),
+    "parallelism": ("layout", "tensor-model-parallel-size", "pipeline-model-parallel-size", "zero-stage"),
     "learning rate": ("lr", "lr-warmup-iters", "lr-decay-style"),
     "saving": ("save", "load"),
     "logging": ("log-dir",),

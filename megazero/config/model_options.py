@@ -356,6 +356,9 @@ class OptimizerConfig:
     ] = 1.0
     """--optimizer-cpu-offload: share of a rank's elements with their states in host memory. Its first layers have them
     there; a layer is not divided."""
+    optimizer_nvme_offload: str = ""
+    """--optimizer-cpu-offload: a folder on a fast disk of each node. States and gradients are kept in a file there, and
+    host memory holds those of two layers at a time, for the update. The same run, at the speed of the disk."""
 
     @property
     def rules(self) -> Optimizer:
@@ -372,11 +375,11 @@ class ParallelConfig:
     """Division of the model over ranks. Data-parallel ranks = all ranks / (tensor x context x pipeline)."""
 
     layout: Literal["given", "auto"] = "given"
-    """auto: choose the fastest layout that fits in memory, predicted for these ranks and devices: parallelism,
-    schedule, ZeRO stage and shard size, recompute, micro-batch. Those of its flags on the command line keep their
-    value; those of a preset do not count, unless it has layout = "auto" itself. Needs --global-batch-size. The choice
-    is printed as flags, and config.toml has them. Any layout trains the same model. given: the flags, or their
-    defaults."""
+    """auto: choose the flags of the layout for the ranks and devices of this run: the fastest layout that fits in
+    memory, as predicted by --plan-search. It chooses parallelism, schedule, ZeRO stage, recompute and micro-batch size,
+    prints them as flags, and writes them to config.toml. Of these flags, those on the command line keep their value;
+    those of a preset do not count, unless the preset has layout = "auto". Needs --global-batch-size. given: take these
+    flags as they are given, or their defaults. Every layout trains the same model."""
     elastic: str = ""
     """MIN:MAX, such as 6:8: train on as many nodes as there are, from MIN to MAX. When nodes are lost, the run starts
     again on those that are left, from its newest checkpoint; when some come back, it takes them in after a step. Batch

@@ -180,8 +180,9 @@ class PlanConfig:
     world_size: Annotated[int, Bounds(0, 10**6, "no job has as many ranks")] = 0
     """--plan, --plan-search: number of devices, one rank each. 0: --plan assumes one."""
     device_type: str = ""
-    """--plan, --plan-search: a device of scripts/devices, such as h100-80gb, or a TOML file like those.
-    scripts/measure_device.py writes one for the machine on which it runs."""
+    """--plan, --plan-search: a device of scripts/devices, such as h100-80gb or cpu, or a TOML file like those.
+    scripts/measure_device.py writes one for the CPU on which it runs. --layout auto: instead of the file of this
+    run's GPU, or of cpu."""
     moe_plan_imbalance: Annotated[float, Bounds(1, 1e3, "few runs have as many ranks of experts")] = 1.0
     """--plan, --plan-search: rows of tokens that the busiest rank of --expert-model-parallel-size receives, over the
     mean of these ranks. The plan is that of this rank, whose experts get equally many tokens."""

@@ -50,6 +50,7 @@ NEEDS = {
     "checkpoint-in-cpu": "--recompute full",
     "contiguous-checkpointing": "--recompute full",
     "optimizer-offload-fraction": "--optimizer-cpu-offload",
+    "optimizer-nvme-offload": "--optimizer-cpu-offload",
     "muon-momentum": "--optimizer muon",
     "muon-scale": "--optimizer muon",
     "muon-num-ns-steps": "--optimizer muon",
@@ -150,6 +151,11 @@ def _check_precision_and_zero(config: Config) -> None:
         raise ValueError(
             f"--optimizer-cpu-offload with --optimizer {config.optimizer.optimizer}: its updates are matrix products, "
             "which CPUs compute too slowly; use --optimizer adamw, or drop --optimizer-cpu-offload"
+        )
+    if config.optimizer.optimizer_nvme_offload and config.checkpoint.async_save:
+        raise ValueError(
+            "--async-save with --optimizer-nvme-offload: a save in the background copies all states to host memory; "
+            "drop one of them"
         )
     if zero.zero_shard_size and (zero.zero_stage == 0 or zero.zero_shard_size == 1):
         raise ValueError(

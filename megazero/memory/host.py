@@ -22,6 +22,7 @@ class Machine(NamedTuple):
     device: Available | None  # per rank; None on a CPU, where ranks take host memory
     host: Available | None  # for all ranks of the node together
     whole: int | None = None  # bytes of the device or, on a CPU, of the host, with those that are taken
+    files: Available | None = None  # for states in files, of all ranks of the node together
 
 
 def has_nvidia(root: Path = Path("/")) -> bool:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-# parameters and optimizer persist between steps. host is memory of the host, the others are on the device.
-KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "host")
+# parameters and optimizer persist between steps. host is memory of the host, nvme files; the others are on the device.
+KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "host", "nvme")
+ELSEWHERE = ("host", "nvme")
 
 
 class Allocation:
@@ -54,7 +55,7 @@ class MemoryTracker:
     def enter(self, kind: str, num_bytes: int) -> None:
         now = self.now[kind] = self.now[kind] + num_bytes
         self.peak[kind] = max(self.peak[kind], now)
-        if kind != "host":
+        if kind not in ELSEWHERE:
             self.total += num_bytes
             self.total_peak = max(self.total_peak, self.total)
         if self.watch is not None:

@@ -189,6 +189,7 @@ def _memory(config: Config, layout: Layout, machine: Machine) -> str:
         text += f" of the {size(available.num_bytes)} {available.source}"
     host = stages[fullest].memory["host"]
     more = f"; and {size(host)} of host memory" if host else ""
+    more += f"; and {size(files)} in a file" if (files := stages[fullest].memory["nvme"]) else ""
     return f"{size(need)}{text}, besides libraries: {_kinds(stages[fullest])}{more}"
 
 

@@ -19,6 +19,7 @@ they are rounded again, even if the block's least exponent is then lower: checkp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -28,6 +29,26 @@ from megazero.config.optimizers import BLOCK, State
 FRACTION = 23  # bits of the mantissa in fp32
 EXPONENT = 0xFF << FRACTION
 HALF = 1 << 15  # half a step of bf16, in bits of fp32
+
+
+New = Callable[[int, torch.dtype], torch.Tensor]  # returns zeros [n]
+
+
+def carve(memory: torch.Tensor) -> New:
+    """Return a function that takes tensors from zeros, uint8 [n], one after another.
+
+    Those of bytes come from the end, so that the others are aligned.
+    """
+
+    def new(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal memory
+        num_bytes = numel * dtype.itemsize
+        at = len(memory) - num_bytes if dtype.itemsize == 1 else num_bytes
+        first, last = memory[:at], memory[at:]
+        found, memory = (last, first) if dtype.itemsize == 1 else (first, last)
+        return found.view(dtype)
+
+    return new
 
 
 class Kept(Protocol):
@@ -66,8 +87,8 @@ class Wide:
 class BFloat16:
     """Numbers in bf16."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.data, self.dtype = torch.zeros(numel, dtype=torch.bfloat16, device=device), dtype
+    def __init__(self, numel: int, dtype: torch.dtype, new: New) -> None:
+        self.data, self.dtype = new(numel, torch.bfloat16), dtype
         self.nbytes = self.data.nbytes
 
     def read(self, part: slice) -> torch.Tensor:
@@ -81,16 +102,16 @@ class BFloat16:
 class Int8:
     """Numbers in 8 bits; see Note [int8]."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, positive: bool) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, new: New, positive: bool) -> None:
         self.dtype, self.positive, self.mantissa = dtype, positive, 3 if positive else 4
-        self.codes = torch.zeros(numel, dtype=torch.uint8 if positive else torch.int8, device=device)
-        self.least = torch.full((numel // BLOCK,), self.mantissa + 1, dtype=torch.uint8, device=device)
+        self.codes = new(numel, torch.uint8 if positive else torch.int8)
+        self.least = new(numel // BLOCK, torch.uint8).fill_(self.mantissa + 1)
         self.nbytes = self.codes.nbytes + self.least.nbytes
         codes = torch.arange(256) if positive else torch.arange(256).to(torch.int8).to(torch.int64)
         size = codes.abs()
         above = ((size >> self.mantissa) - 1).clamp(min=0)  # exponents above the least
         numbers = (size - (above << self.mantissa)) * 2.0 ** (above - self.mantissa) * codes.sign()
-        self.numbers = numbers.float().to(device)  # of each code, if the least exponent is 0
+        self.numbers = numbers.float().to(self.codes.device)  # of each code, if the least exponent is 0
 
     @property
     def above(self) -> int:
@@ -158,10 +179,10 @@ def _blocks(part: slice) -> slice:
     return slice(part.start // BLOCK, part.stop // BLOCK)
 
 
-def kept(state: State, numel: int, dtype: torch.dtype, device: torch.device) -> Kept:
+def kept(state: State, numel: int, dtype: torch.dtype, new: New) -> Kept:
     """Return zeros in the form of a state. dtype: of master weights."""
     if state.precision == "int8":
-        return Int8(numel, dtype, device, state.positive)
+        return Int8(numel, dtype, new, state.positive)
     if state.precision == "bf16":
-        return BFloat16(numel, dtype, device)
-    return Wide(torch.zeros(numel, dtype=dtype, device=device))
+        return BFloat16(numel, dtype, new)
+    return Wide(new(numel, dtype))

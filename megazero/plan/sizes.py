@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from megazero.config.optimizers import UpdateRule
 from megazero.config.schema import BYTES, Config
-from megazero.memory import COPY_DEPTH
+from megazero.memory import BLOCKS, COPY_DEPTH, PAGE
 from megazero.plan.layout.dealing import dealt_tokens
-from megazero.plan.layout.flat_layout import Matrices, Range, partition_numel
+from megazero.plan.layout.flat_layout import Matrices, Range, partition_numel, round_up
 from megazero.plan.layout.layers import LayerKind
 from megazero.plan.layout.parameters import unit_layout
 from megazero.plan.layout.topology import TRAFFIC, Layout, ring_bytes, unsent
@@ -41,6 +41,7 @@ from megazero.plan.program.operations import (
     Keep,
     LayerOp,
     Op,
+    ReadStates,
     Rebuild,
     Recompute,
     Reduce,
@@ -52,6 +53,7 @@ from megazero.plan.program.operations import (
     Sync,
     UnitOp,
     Update,
+    WriteStates,
 )
 from megazero.plan.program.rank_spec import RankSpec
 
@@ -68,6 +70,7 @@ class Rates(NamedTuple):
         state: of a master weight.
         optimizer: of separate master weights and, if the run trains, of the optimizer's states.
         host: of a unit with states in host memory: these, and a buffer for gradients and then for updated weights.
+        in_file: of a unit with states in a file: these, without the buffer.
         update: read and written by the optimizer's update.
     """
 
@@ -76,6 +79,7 @@ class Rates(NamedTuple):
     state: int
     optimizer: Fraction
     host: Fraction
+    in_file: Fraction
     update: Fraction
 
     @classmethod
@@ -84,7 +88,8 @@ class Rates(NamedTuple):
         state = max(4, w)
         states = rule.state_bytes(state) if config.trains else Fraction(0)
         masters = config.optimizer.rules.master_bytes(w, state)
-        return cls(w, g, state, masters + states, state + states + max(w, g), rule.update_bytes(state))
+        on_host = state + states
+        return cls(w, g, state, masters + states, on_host + max(w, g), on_host, rule.update_bytes(state))
 
     @classmethod
     def least(cls, config: Config) -> Rates:
@@ -120,7 +125,7 @@ class States(NamedTuple):
     Attributes:
         gradients: at the end of an iteration.
         accumulated: gradients during the iteration, while micro-batches are added up.
-        host: the states in host memory, at most.
+        host, nvme: the states in host memory or in files, at most.
     """
 
     parameters: Share
@@ -128,6 +133,7 @@ class States(NamedTuple):
     gradients: Share
     accumulated: Share
     host: Share
+    nvme: Share
 
     @classmethod
     def of(cls, config: Config, layout: Layout) -> States:
@@ -144,12 +150,14 @@ class States(NamedTuple):
         """Return the states of a group's units; of the optimizer's rules, take the one that keeps least."""
         rates, policy = Rates.least(config), group.policy
         gradients, offloaded = rates.gradients if config.trains else 0, offload_fraction(config)
+        in_files = bool(config.optimizer.optimizer_nvme_offload)
         return cls(
             Share(rates.weights, group.shards if policy.parameters else 1),
             Share(rates.optimizer, group.parts, 1 - offloaded),
             Share(gradients, group.parts, 1 - offloaded),
             Share(gradients, group.shards, 1 - offloaded) if policy.gradients else Share(gradients),
-            Share(rates.host, group.parts, offloaded),
+            Share(0 if in_files else rates.host, group.parts, offloaded),
+            Share(rates.host if in_files else 0, group.parts, offloaded),
         )
 
     def at_rest(self, numel: int) -> dict[str, int]:
@@ -195,6 +203,11 @@ def agreement(*axes: str, numbers: int = 1) -> tuple[Moved, ...]:
 def _copied(num_bytes: int) -> Moved:
     """Return a copy between the device and host memory."""
     return Moved("pcie", "message", num_bytes)
+
+
+def _filed(num_bytes: int) -> Moved:
+    """Return a read or a write of a file."""
+    return Moved("nvme", "message", num_bytes)
 
 
 class LayerSizes(NamedTuple):
@@ -311,7 +324,7 @@ class StepSizes:
         }
         self.buckets = {name: self._buckets(name, group) for name, group in spec.groups.items()}
         self._traffic: dict[tuple[type, str], Sent] = {}
-        self.ranks = layout.sizes | {"embedding": 2 if layout.last_pp else 1, "pcie": 1}
+        self.ranks = layout.sizes | {"embedding": 2 if layout.last_pp else 1, "pcie": 1, "nvme": 1}
 
     def _buckets(self, name: str, group: ShardingGroup) -> Buckets:
         zero, reduces = self.config.zero, group.policy.optimizer and self.config.trains
@@ -361,6 +374,12 @@ class StepSizes:
         """Return the bytes of a unit's gradients that its update casts to the optimizer's precision."""
         return self.rates.state * self.owned(unit) if self.rates.gradients < self.rates.state else 0
 
+    def in_file(self, unit: str) -> tuple[int, int]:
+        """Return the bytes of a unit's region in a file: of its gradients or weights, and of its states."""
+        buffer = self.owned(unit) * max(self.rates.gradients, self.rates.weights)
+        states = sum(int(self.by_rule[rule].in_file * n) for rule, n in self.owned_by_rule(unit).items())
+        return round_up(buffer, PAGE), round_up(states, PAGE)
+
     def updated(self, unit: str) -> int:
         """Return the bytes that the optimizer reads and writes to update a unit."""
         clips = bool(self.config.optimizer.clip_grad)
@@ -374,9 +393,14 @@ class StepSizes:
                 self.owned(unit) if self.spec.policy(unit).parameters else numel
             )
             on_host = self.spec.units[unit].on_host
+            if on_host and self.spec.on_disk:
+                continue
             for rule, n in self.owned_by_rule(unit).items():
                 rates = self.by_rule[rule]
                 found["host" if on_host else "optimizer"] += int(n * (rates.host if on_host else rates.optimizer))
+        if self.spec.on_disk:
+            regions = [sum(self.in_file(unit)) for unit in self.numel if self.spec.units[unit].on_host]
+            found["nvme"], found["host"] = sum(regions), min(BLOCKS, len(regions)) * max(regions, default=0)
         return found
 
     def buffers_at_rest(self, arena_numel: int, needs_staging_buffer: bool) -> int:
@@ -430,7 +454,12 @@ class StepSizes:
             axes = [group.norm_axis for group in spec.groups.values() if group.norm_axis]
             return agreement("tp", "pp", numbers=len(spec.groups)) + agreement(*axes)
         if isinstance(op, (StoreGradient, FetchGradient)):
-            return (_copied(self.owned_gradients(op.unit)),)
+            copied = _copied(self.owned_gradients(op.unit))
+            return (copied, _filed(self.in_file(op.unit)[0])) if spec.on_disk else (copied,)
+        if isinstance(op, ReadStates):
+            return (_filed(sum(self.in_file(op.unit))),)
+        if isinstance(op, WriteStates):
+            return (_filed(self.in_file(op.unit)[1]),)
         if isinstance(op, FetchWeights):
             return (_copied(self.owned(op.unit) * self.rates.weights),)
         if isinstance(op, (Keep, Fetch)):

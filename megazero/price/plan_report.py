@@ -124,6 +124,8 @@ def summary(plan: Plan) -> list[str]:
         held += ["inputs kept for recompute"] if plan.config.activations.checkpoint_in_cpu else []
         held += ["checkpoints on their way to memory"] if plan.config.checkpoint.memory_checkpoint_interval else []
         lines.append(f"host memory: {host * each / 1e9:.1f} GB per node for {' and '.join(held)}")
+        if files := max(stage.memory["nvme"] for stage in plan.stages):
+            lines.append(f"files: {files * each / 1e9:.1f} GB per node in --optimizer-nvme-offload")
     return lines + [f"limit: {line}" for line in advice(plan)]
 
 

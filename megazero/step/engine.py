@@ -142,6 +142,7 @@ class Engine:
             config.optimizer.rules,
             config.zero.poison_buffers,
             config.training.seed,
+            config.optimizer.optimizer_nvme_offload,
         )
 
     def _kept_inputs(self, activation: ActivationSpec) -> KeptInputs | None:
@@ -415,4 +416,5 @@ class Engine:
             "logits": peak["logits"],
             "peak": torch.cuda.max_memory_allocated(self.mesh.device) if on_gpu else self.tracker.total_peak,
             "host": peak["host"],
+            "nvme": now["nvme"],
         }

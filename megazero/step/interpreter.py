@@ -102,6 +102,8 @@ class Interpreter:
             ops.StoreGradient: lambda op: self.units[op.unit].gradients.start_store(),
             ops.FetchGradient: lambda op: self.units[op.unit].gradients.start_fetch(),
             ops.FetchWeights: lambda op: self.units[op.unit].optimizer.start_fetch(),
+            ops.ReadStates: lambda op: self.units[op.unit].host.start_read(),
+            ops.WriteStates: lambda op: self.units[op.unit].host.start_write(),
             ops.Recv: self._recv,
             ops.Send: self._send,
         }

@@ -37,6 +37,7 @@ class ZeroOptions:
     optimizer: Optimizer = OPTIMIZERS["adamw"]
     poison: bool = False  # fill memory that must not be read with NaN: --poison
     seed: int = 0
+    states_folder: str = ""  # of files with the states of units that are on the host; empty: they are in host memory
 
     @property
     def master_dtype(self) -> torch.dtype:

@@ -129,7 +129,7 @@ class UnitGradients:
         """The reduced gradient of the owned range, [owned], on the device or in host memory."""
         if self.stored:
             assert self.host is not None
-            return self.host.gradient
+            return self.host.stored()
         assert self.sharded is not None, f"the gradients of {self.unit.name} are not reduced"
         return self.sharded.data
 
@@ -153,7 +153,7 @@ class UnitGradients:
         """Copy the reduced gradient to host memory, and free it on the device."""
         assert self.host is not None and self.sharded is not None, self.unit.name
         (data, allocation), self.sharded, self.stored = self.sharded, None, True
-        copy = self.host.link.start_store(data, self.host.gradient)
+        copy = self.host.start_store(data, lambda stored: [norm(part).item() for part in self._counted(stored)])
 
         def stored() -> None:
             copy.wait()
@@ -172,22 +172,25 @@ class UnitGradients:
             self.sharded = buffer
         else:
             self.unsharded, self._complete = buffer, True
-        return Pending(then=self.host.link.start_fetch(self.host.gradient, buffer.data).wait)
+        return self.host.start_fetch(buffer.data)
 
     # -- after the reduction
 
-    def counted(self, replicated: bool) -> list[torch.Tensor]:
-        """Return the pieces of the sharded gradient that this rank adds to the norm: see `square_sums`.
+    def counted(self) -> Sequence[torch.Tensor | float]:
+        """Return the pieces of the sharded gradient that this rank adds to the norm, or their norms: see `square_sums`.
 
-        These are the gradients of tp-sharded parameters and, if `replicated`, of tp-replicated ones. Of equal gradients
-        of experts the first rank adds its own.
+        These are the gradients of tp-sharded parameters and, on the first rank of tp, of tp-replicated ones. Of equal
+        gradients of experts the first rank adds its own.
         """
+        norms = self.host.known_norms() if self.host is not None and self.stored else None
+        return self._counted(self.sharded_grad) if norms is None else norms
+
+    def _counted(self, gradient: torch.Tensor) -> list[torch.Tensor]:
         if not self.unit.group.over_tp:
             equal = [self.unit.replica, *([] if self.unit.policy.optimizer else [self.unit.shard])]
-            replicated = all(axis.is_first for axis in equal)
-            return [self.sharded_grad] if replicated else []
-        ranges = [Range(0, self.unit.numel)] if replicated else self.unit.layout.sharded("tp")
-        return [self.sharded_grad[part.slice()] for part in self.unit.owned_in(ranges)]
+            return [gradient] if all(axis.is_first for axis in equal) else []
+        ranges = [Range(0, self.unit.numel)] if self.mesh.tp.is_first else self.unit.layout.sharded("tp")
+        return [gradient[part.slice()] for part in self.unit.owned_in(ranges)]
 
     def first_nonfinite(self) -> str | None:
         """Return the name of the first parameter whose reduced gradient, in the owned range, is not finite."""
@@ -200,8 +203,9 @@ class UnitGradients:
     def take(self) -> Buffer:
         """Hand over the reduced gradient; the caller ends its allocation."""
         if self.stored:
-            gradient, self.stored = self.sharded_grad, False
-            return Buffer(gradient, self.options.tracker.allocate("host", 0))  # tracked by its HostBuffer
+            assert self.host is not None
+            self.stored = False
+            return Buffer(self.host.gradient, self.options.tracker.allocate("host", 0))  # tracked by its HostBuffer
         assert self.sharded is not None, self.unit.name
         sharded, self.sharded = self.sharded, None
         return sharded
@@ -215,25 +219,38 @@ class UnitGradients:
         self.stored = False
 
 
-def square_sums(groups: Sequence[Sequence[torch.Tensor]], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares of each group's pieces [n], in fp64 on the device: [groups].
-
-    Pieces are on the device or in host memory, and are summed where they are. ALIGN divides every n.
+def norm(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the norm of numbers [n], in fp64, where they are. ALIGN divides n.
 
     Note [norms in fp32]: torch's vector_norm of 4 M fp32 numbers on a CPU has an error of 1e-4, because it
     accumulates sequentially in fp32. Rows of ALIGN elements in fp32, and their sum in fp64, have an error of 1e-10 at
     the same cost, and are the same rows in every layout. torch's `_foreach_norm` has no rows.
     """
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    rows = torch.linalg.vector_norm(values.view(-1, ALIGN), dim=1, dtype=dtype)
+    return torch.linalg.vector_norm(rows, dtype=torch.float64, out=out)
+
+
+def square_sums(groups: Sequence[Sequence[torch.Tensor | float]], device: torch.device) -> torch.Tensor:
+    """Return the sum of squares of each group's pieces, in fp64 on the device: [groups].
+
+    Pieces are on the device or in host memory, or are norms, which the host knows.
+    """
     pieces = [piece for group in groups for piece in group]
     norms = {
         place: torch.zeros(len(pieces), dtype=torch.float64, device=place)
-        for place in {device, *(values.device for values in pieces)}
+        for place in {device, *(_place(piece) for piece in pieces)}
     }
-    for number, values in enumerate(pieces):
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        rows = torch.linalg.vector_norm(values.view(-1, ALIGN), dim=1, dtype=dtype)
-        torch.linalg.vector_norm(rows, dtype=torch.float64, out=norms[values.device][number])
+    for number, piece in enumerate(pieces):
+        if isinstance(piece, torch.Tensor):
+            norm(piece, out=norms[_place(piece)][number])
+        else:
+            norms[_place(piece)][number] = piece
     total = norms.pop(device)
     for others in norms.values():  # which have 0 for the pieces of this one
         total += others.to(device)
     return torch.stack([part.sum() for part in total.square_().split([len(group) for group in groups])])
+
+
+def _place(piece: torch.Tensor | float) -> torch.device:
+    return piece.device if isinstance(piece, torch.Tensor) else torch.device("cpu")

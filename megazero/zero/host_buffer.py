@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
-from megazero.memory.copies import HostLink
+from megazero.comm.mesh.collectives import Pending
+from megazero.memory.copies import DeviceCopy, HostLink
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
+
+Norms = Callable[[torch.Tensor], Sequence[float]]  # of the pieces of a gradient [owned] that this rank counts
 
 
 class HostBuffer:
@@ -15,10 +20,44 @@ class HostBuffer:
     weights   [owned]  in --precision: the same memory, from the update to the end of FetchWeights
     """
 
-    def __init__(self, unit: FlatUnit, options: ZeroOptions, link: HostLink) -> None:
+    def __init__(
+        self, unit: FlatUnit, options: ZeroOptions, link: HostLink, memory: torch.Tensor | None = None
+    ) -> None:
+        """memory: uint8 [buffer_bytes(unit) or more], tracked elsewhere; None: allocate it."""
         self.link, numel = link, unit.owned.numel
+        if memory is None:
+            num_bytes = buffer_bytes(unit, options)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=options.mesh.device.type != "cpu")
+            self.allocation = options.tracker.allocate("host", num_bytes)
         dtypes = options.grad_dtype, options.dtype
-        num_bytes = numel * max(dtype.itemsize for dtype in dtypes)
-        memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=options.mesh.device.type != "cpu")
         self.gradient, self.weights = (memory[: numel * dtype.itemsize].view(dtype) for dtype in dtypes)
-        self.allocation = options.tracker.allocate("host", num_bytes)
+
+    def start_store(self, source: torch.Tensor, norms: Norms) -> DeviceCopy:
+        """Start to copy the reduced gradient, [owned], from the device."""
+        return self.link.start_store(source, self.gradient)
+
+    def start_fetch(self, out: torch.Tensor) -> Pending:
+        """Start to copy the gradient to the device."""
+        return Pending(then=self.link.start_fetch(self.gradient, out).wait)
+
+    def start_fetch_weights(self, out: torch.Tensor) -> Pending:
+        """Start to copy the updated weights to the device."""
+        return Pending(then=self.link.start_fetch(self.weights, out).wait)
+
+    def stored(self) -> torch.Tensor:
+        """Return the gradient that was stored last, complete after `HostLink.finish_stores`."""
+        return self.gradient
+
+    def known_norms(self) -> Sequence[float] | None:
+        """Return the norms of the stored gradient's pieces, if its memory has another use already."""
+        return None
+
+    def flush(self) -> None:
+        """Write changes of the states at rest, before they are read in another way."""
+
+    def settle(self) -> None:
+        """Wait until the memory may be overwritten. A unit's own memory has one use at a time."""
+
+
+def buffer_bytes(unit: FlatUnit, options: ZeroOptions) -> int:
+    return unit.owned.numel * max(options.grad_dtype.itemsize, options.dtype.itemsize)

@@ -11,7 +11,7 @@ from megazero.comm.mesh.collectives import Pending
 from megazero.config.optimizers import TOGETHER, UpdateRule
 from megazero.kernels.noise import Noise, NoisePiece
 from megazero.optim.muon import OwnedMatrices
-from megazero.optim.small import Kept, SplitMaster, Wide, kept, round_away
+from megazero.optim.small import Kept, SplitMaster, Wide, carve, kept, round_away
 from megazero.optim.step import StepParams
 from megazero.optim.updates import MATRIX_UPDATES, UPDATES
 from megazero.plan.layout.flat_layout import Range
@@ -58,30 +58,45 @@ class OptimizerShard:
     """
 
     def __init__(
-        self, unit: FlatUnit, weights: torch.Tensor, options: ZeroOptions, host: HostBuffer | None = None
+        self,
+        unit: FlatUnit,
+        weights: torch.Tensor,
+        options: ZeroOptions,
+        host: HostBuffer | None = None,
+        memory: torch.Tensor | None = None,
     ) -> None:
-        """Draw the initial values of the owned range.
+        """Allocate zeros.
 
         Args:
             weights: the sharded weights, [owned].
             host: memory of a unit with states in host memory.
+            memory: zeros, uint8, tracked elsewhere, that hold all numbers; None: allocate them.
         """
         self.unit, self.options, self.weights, self.host = unit, options, weights, host
         self.dtype, self.device = options.master_dtype, options.mesh.device if host is None else torch.device("cpu")
         copies, splits = host is not None or weights.dtype != self.dtype, options.optimizer.splits and host is None
-        wide = weights.new_zeros(0 if splits else len(weights), dtype=self.dtype, device=self.device)
-        self.master: Kept = SplitMaster(weights) if splits else Wide(wide if copies else weights)
+        self._new = self._zeros if memory is None else carve(memory)
+        self.master: Kept = SplitMaster(weights) if splits else Wide(weights)
+        if copies and not splits:
+            self.master = Wide(self._new(len(weights), self.dtype))
         self.parts = [self._part(rule, part) for rule, part in unit.by_rule(options.optimizer)]
         self.product_dtype = weights.dtype if weights.dtype == torch.bfloat16 else self.dtype
         held = self.master.nbytes * copies + sum(state.nbytes for part in self.parts for state in part.states)
-        self.allocation = options.tracker.allocate("optimizer" if host is None else "host", held)
-        for owned in unit.owned_parts():
+        if memory is None:
+            self.allocation = options.tracker.allocate("optimizer" if host is None else "host", held)
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def initialize(self) -> None:
+        """Draw the initial values of the owned range."""
+        for owned in self.unit.owned_parts():
             self.master.write(owned.owned.slice(), owned.weight.initial(owned.start, owned.stop).to(self.device), None)
         self.cast()
 
     def _part(self, rule: UpdateRule, part: Range) -> RuledPart:
         numel, noise = part.numel if self.options.trains else 0, None
-        states = tuple(kept(state, numel, self.dtype, self.device) for state in rule.states)
+        states = tuple(kept(state, numel, self.dtype, self._new) for state in rule.states)
         if rule.is_small:
             pieces = [
                 NoisePiece(owned.spec, owned.block, owned.start, owned.owned.within(part))
@@ -138,7 +153,10 @@ class OptimizerShard:
 
     def cast(self) -> None:
         """Copy the master weights to this rank's compute weights; on the host, to the source of `start_fetch`."""
-        target = self.weights if self.host is None else self.host.weights
+        target = self.weights
+        if self.host is not None:
+            self.host.settle()
+            target = self.host.weights
         if not isinstance(self.master, Wide) or self.master.data is target:
             return
         if not self.options.optimizer.splits:
@@ -149,9 +167,7 @@ class OptimizerShard:
 
     def start_fetch(self) -> Pending:
         """Copy the weights that the host has updated to the device."""
-        if self.host is None:
-            return Pending()
-        return Pending(then=self.host.link.start_fetch(self.host.weights, self.weights).wait)
+        return Pending() if self.host is None else self.host.start_fetch_weights(self.weights)
 
     def _kept(self, part: OwnedPart) -> Iterator[tuple[str, Kept, Range, RuledPart | None]]:
         """Yield the name, the numbers and the place in them of each state of a part, and the rule's part."""

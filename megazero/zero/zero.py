@@ -32,21 +32,26 @@ from megazero.zero.gradients import UnitGradients, square_sums
 from megazero.zero.host_buffer import HostBuffer
 from megazero.zero.optimizer_shard import OptimizerShard
 from megazero.zero.reduce_scatter import Reducer
+from megazero.zero.state_file import FileBuffer, file_buffers
 from megazero.zero.weights import UnitWeights, UnshardedArena
 
 
 class ParamUnit:
-    """Weights, gradients and optimizer states of one unit, on one rank."""
+    """Weights, gradients and optimizer states of one unit, on one rank.
 
-    def __init__(
-        self, name: str, weights: list[Weight], options: ZeroOptions, spec: RankSpec, link: HostLink | None
-    ) -> None:
-        self.name = name
-        self.flat = FlatUnit(name, weights, options.mesh, spec)
-        self.weights = UnitWeights(self.flat, options)
-        host = HostBuffer(self.flat, options, link) if link and self.flat.on_host else None
-        self.gradients = UnitGradients(self.flat, options, host)
-        self.optimizer = OptimizerShard(self.flat, self.weights.sharded, options, host)
+    Attributes:
+        optimizer: updates master weights and states.
+        at_rest: the same in their place between steps, where checkpoints read them; another place if that is a file.
+    """
+
+    def __init__(self, flat: FlatUnit, options: ZeroOptions, host: HostBuffer | None) -> None:
+        self.name, self.flat, self.host = flat.name, flat, host
+        self.weights = UnitWeights(flat, options)
+        self.gradients = UnitGradients(flat, options, host)
+        memory = (host.resident, host.at_rest) if isinstance(host, FileBuffer) else (None,)
+        shards = [OptimizerShard(flat, self.weights.sharded, options, host, each) for each in memory]
+        self.optimizer, self.at_rest = shards[0], shards[-1]
+        self.at_rest.initialize()
 
 
 class Zero:
@@ -63,9 +68,11 @@ class Zero:
         # contributions that a Backward postpones (zero-bubble); None: add them to their buffers at once
         self.queue: list[tuple[Weight, GradWriter]] | None = None
         self.arena = UnshardedArena(options)
-        on_host = any(unit.on_host for unit in spec.units.values())
-        self.link = HostLink(options.mesh.device, options.mesh.copied) if on_host else None
-        self.units = {name: ParamUnit(name, weights, options, spec, self.link) for name, weights in units.items()}
+        flats = [FlatUnit(name, weights, options.mesh, spec) for name, weights in units.items()]
+        order = {unit: number for number, unit in enumerate(spec.offloaded_units)}  # of updates
+        on_host = [flat for flat in flats if flat.on_host]
+        self.buffers = self._host_buffers(sorted(on_host, key=lambda flat: order.get(flat.name, len(order))))
+        self.units = {flat.name: ParamUnit(flat, options, self.buffers.get(flat.name)) for flat in flats}
         self._bind_persistent_gradients()
         self._gradients: dict[Weight, UnitGradients] = {}
         for unit in self.units.values():
@@ -73,6 +80,15 @@ class Zero:
                 self._gradients[weight], weight.owner = unit.gradients, self
         self.reducers = {group: self._reducer(group) for group in self.groups}
         self.sync_params()
+
+    def _host_buffers(self, units: list[FlatUnit]) -> Mapping[str, HostBuffer]:
+        options = self.options
+        self.link = HostLink(options.mesh.device, options.mesh.copied) if units else None
+        if self.link is None:
+            return {}
+        if options.states_folder:
+            return file_buffers(units, options, self.link)
+        return {unit.name: HostBuffer(unit, options, self.link) for unit in units}
 
     def _reducer(self, group: ShardingGroup) -> Reducer:
         o, reduces = self.options, group.policy.optimizer and self.options.trains
@@ -104,9 +120,11 @@ class Zero:
     def sync_params(self) -> None:
         """Cast the master weights, all-gather them to the ranks that keep whole weights, and wait."""
         for unit in self.units.values():
-            unit.optimizer.cast()
-            unit.optimizer.start_fetch().wait()
+            unit.at_rest.cast()
+            unit.at_rest.start_fetch().wait()
             unit.weights.start_sync().wait()
+        for host in self.buffers.values():
+            host.flush()
 
     def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
         """Add a contribution to a weight's gradient, now or when the queue is processed."""
@@ -126,13 +144,13 @@ class Zero:
         Sharded, replicated and tied parameters are counted once.
         """
         mesh = self.mesh
-        if self.link and any(unit.gradients.stored for unit in self.trained_units):
-            self.link.finish_stores()
+        if self.link and not self.options.states_folder and any(unit.gradients.stored for unit in self.trained_units):
+            self.link.finish_stores()  # files know the norms
         units = [unit for unit in self.trained_units if unit.name != tied or mesh.pp.is_first]
-        pieces = []
+        pieces: list[list[torch.Tensor | float]] = []
         for group in self.groups:
             own = [unit.gradients for unit in units if unit.flat.group == group]
-            pieces.append([piece for each in own for piece in each.counted(replicated=mesh.tp.is_first)])
+            pieces.append([piece for each in own for piece in each.counted()])
         total = mesh.control_sum(square_sums(pieces, mesh.device), mesh.tp, mesh.pp)
         for group, part in zip(self.groups, total.split(1), strict=True):
             if group.norm_axis:
@@ -157,10 +175,10 @@ class Zero:
         """
         for unit in self.units.values():
             for part in unit.flat.owned_parts():
-                yield part, unit.optimizer.saved(part)
+                yield part, unit.at_rest.saved(part)
 
     def load_states(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
         """Take over the numbers of tensors that `owned_states` yields. updates: so far, of the run."""
         for unit in self.units.values():
             for part in unit.flat.owned_parts():
-                unit.optimizer.load(part, tensors, updates)
+                unit.at_rest.load(part, tensors, updates)

@@ -175,3 +175,11 @@ def test_a_run_next_to_busy_processes() -> None:
     done = run(sys.executable, "-m", "benchmarks.busy_neighbours", "--neighbours", 1, "--rounds", 1, "--iters", 3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n| ") == 4 and "next to 1 busy processes" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_chosen_layout_next_to_others() -> None:
+    few = "--ranks 2 --layouts 2 --best 1 --rounds 1 --steps 1".split()
+    done = run(sys.executable, "benchmarks/layouts.py", *few, "--flags=--num-layers 1 --seq-length 16")
+    assert done.returncode == 0, done.stderr
+    assert "**auto** `" in done.stdout and "chosen / fastest: " in done.stdout

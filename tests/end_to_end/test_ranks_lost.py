@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.cli import metrics
 from tests.helpers.programs import (
     ROOT,
     STACKS,
@@ -194,6 +196,44 @@ def test_ranks_end_when_torchrun_is_killed(model: list[Any], tmp_path: Path) -> 
         launcher.process.wait()
         for pid in filter(runs, ranks):
             os.kill(pid, signal.SIGKILL)
+
+
+def losses(log_dir: Path) -> dict[int, float]:
+    return {line["iteration"]: line["loss"] for line in metrics(log_dir) if "loss" in line}
+
+
+def test_a_disk_that_fails_or_a_kill_loses_no_more_than_other_runs_do(
+    model: list[Any], start: Start, tmp_path: Path
+) -> None:
+    """States are in a file without a name. A run whose writes fail prints this; a killed run has the same curve."""
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    flags = [*model, "--optimizer-cpu-offload", "--optimizer-nvme-offload", folder, "--log-interval", 1]
+    saves = [
+        "--save",
+        tmp_path / "saved",
+        "--load",
+        tmp_path / "saved",
+        "--save-interval",
+        2,
+        "--log-dir",
+        tmp_path / "a",
+    ]
+    killed, failing, whole = (
+        start([[*flags, "--train-iters", iterations, *more]])[0]
+        for iterations, more in ((100000, saves), (100000, []), (9, ["--log-dir", tmp_path / "b"]))
+    )
+    killed.wait_for_iterations(5)
+    killed.process.kill()
+    killed.process.wait()
+    failing.wait_for_iterations(1)
+    resource.prlimit(failing.process.pid, resource.RLIMIT_FSIZE, (1 << 19, resource.RLIM_INFINITY))
+    sentence = f"--optimizer-nvme-offload {folder}: cannot write optimizer states: File too large; the run ends, and"
+    assert sentence in failing.end() and "Traceback" not in failing.said
+    assert list(folder.iterdir()) == []
+    whole.end(0)
+    start([[*flags, "--train-iters", 9, *saves]])[0].end(0)
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
 @pytest.mark.slow

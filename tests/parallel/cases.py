@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -118,6 +119,7 @@ class Case(NamedTuple):
     moments: str = "fp32"
     masters: str = "fp32"
     offload: float = 0.0  # share of the elements with states in host memory
+    disk: bool = False  # these states are in a file
     micro_batch_size: int = 0  # 0: the batch is whole micro-batches, equally many on each replica
 
     @property
@@ -159,7 +161,7 @@ class Case(NamedTuple):
             (self.optimizer != "adamw", self.optimizer),
             (self.moments != "fp32", f"moments-{self.moments}"),
             (self.masters != "fp32", f"masters-{self.masters}"),
-            (self.offload, f"offload{self.offload:g}"),
+            (self.offload, f"offload{self.offload:g}{'-disk' * self.disk}"),
         ]
         changed = {n: v for n, v in vars(self.model).items() if v != getattr(MODEL, n) and n in NAMED}
         return "-".join([*(word for given, word in words if given), *(f"{n}={v}" for n, v in changed.items())])
@@ -187,6 +189,7 @@ class Case(NamedTuple):
                 optimizer=self.optimizer,
                 optimizer_cpu_offload=self.offload > 0,
                 optimizer_offload_fraction=self.offload or 1.0,
+                optimizer_nvme_offload=tempfile.gettempdir() if self.disk else "",
                 adam_moments=self.moments,
                 master_weights=self.masters,
             ),

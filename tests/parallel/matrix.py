@@ -30,7 +30,8 @@ SCORES: dict[str, dict[str, Any]] = {  # options of attention's scores
     "window in turns": {"window_size": 3, "layer_pattern": "LLG", "attention_scale": 0.3},
     "capped": {"attention_softcap": 0.4},
 }
-ON_HOST = {"adamw, 0.4 on the host": 0.4, "adamw, on the host": 1.0}  # level -> share of the elements
+# level -> share of the elements
+ON_HOST = {"adamw, 0.4 on the host": 0.4, "adamw, on the host": 1.0, "adamw, in a file": 1.0}
 FACTORS: Factors = {
     **LAYOUT,
     "exchange": ("all-gather", "ring"),
@@ -302,6 +303,7 @@ def case_of(choice: Choice) -> Case:
         **{name: choice[name] for name in Case._fields if name in choice and name not in ("frozen", "optimizer")},
         optimizer=choice["optimizer"].partition(",")[0],
         offload=ON_HOST.get(choice["optimizer"], 0.0),
+        disk="file" in choice["optimizer"],
         frozen=frozen if choice["frozen"] else (),
         options=tuple((name, choice[name]) for name in flags if choice[name] != FACTORS[name][0]),
         ep=ep,

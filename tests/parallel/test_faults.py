@@ -133,6 +133,7 @@ def broken_weight(rank: int, case: Case, name: str) -> tuple[object, list[int]]:
     [
         (Case(), "blocks.2.mlp.up.bias", "the output of block 2"),
         (Case(dp=2, zero=2, micro_batches=3), "blocks.0.attention.proj.weight", "the output of block 0"),
+        (Case(dp=2, zero=1, offload=1.0, disk=True), "blocks.1.mlp.down.weight", "the output of block 1"),
         (Case(pp=2, dp=2), "head.norm.weight", "the output of the head"),
         (Case(dp=2, batch=1, micro_batch_size=1, micro_batches=1), "head.norm.weight", "the output of the head"),
         (Case(pp=2, tp=2, recompute="full"), "blocks.4.norm1.weight", "the output of block 4"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,10 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize(("fraction", "disk"), [(1.0, False), (0.5, False), (1.0, True), (0.7, True)])
 @pytest.mark.parametrize("case", SAME, ids=str)
-def test_it_is_the_same_run_to_the_bit(case: Case, fraction: float, ranks) -> None:
-    offloaded = case._replace(offload=fraction)
+def test_it_is_the_same_run_to_the_bit(case: Case, fraction: float, disk: bool, ranks) -> None:
+    offloaded = case._replace(offload=fraction, disk=disk)
     device, host = (ranks(case.world).run(train, each) for each in (case, offloaded))
     for ours, theirs in zip(host, device, strict=True):
         assert ours.losses == theirs.losses and ours.norms == theirs.norms
@@ -73,12 +74,14 @@ def test_it_is_the_same_run_to_the_bit(case: Case, fraction: float, ranks) -> No
             if fraction == 1:
                 assert here["optimizer"] == here["gradients"] == 0
         for here, there in zip(ours.sent, theirs.sent, strict=True):
-            assert here | {"pcie": 0} == there | {"pcie": 0} and here["pcie"] > there["pcie"]
+            assert here | {"pcie": 0, "nvme": 0} == there | {"pcie": 0} and here["pcie"] > there["pcie"]
+            assert (here["nvme"] > 0) is disk
     check_bytes(offloaded, host)
 
 
 ON_GPU = [
     case_of(zero=2, precision="fp16", offload=0.8, options=(("reduce_bucket_size", 3000),)),
+    case_of(zero=2, precision="fp16", offload=1.0, disk=True),
     case_of(dp=1, pp=2, micro_batches=2, offload=1.0),
 ]
 
@@ -89,7 +92,9 @@ def test_copies_of_a_gpu_are_in_order(case: Case, ranks) -> None:
     case = case._replace(device="pretended gpu", kernels="eager")
     for rank, (outcome, found, waits) in enumerate(ranks(case.world).run(train_watched, case)):
         assert found == {}
-        assert waits == [[*FOR_GRADIENTS, "tolist"]] * len(waits)
+        of_files = ["Event.synchronize"] * case.disk  # in the thread of the file
+        waits = [[wait for wait in step if wait not in of_files] for step in waits]
+        assert waits == [[*FOR_GRADIENTS[case.disk :], "tolist"]] * len(waits)
         memory, traffic = estimate(case.config(), case.layout, rank, needs_staging_buffer=False)
         assert outcome.sent == [traffic] * len(waits) and traffic["pcie"] > 0
         for measured in outcome.memory:
@@ -130,16 +135,19 @@ PLACES: dict[str, dict[str, Any]] = {
     "device": {},
     "host": ON_HOST,
     "both": ON_HOST | {"optimizer_offload_fraction": 0.6},
+    "file": ON_HOST | {"optimizer_nvme_offload": tempfile.gettempdir()},
 }
 
 
-@pytest.mark.parametrize("first", ["device", "host"])
+@pytest.mark.parametrize("first", ["device", "host", "file"])
 @pytest.mark.parametrize("second", PLACES)
 def test_a_run_resumes_in_another_place(first: str, second: str, ranks, tmp_path: Path) -> None:
     """The bits are the same. Saves in the background overlap with updates of the states that they write."""
     corpus = make_corpus(tmp_path)
 
     def run(iterations: int, place: str, **options: Any) -> Curve:
+        if place == "file":  # whose states a save in the background would copy
+            options.pop("async_save", None)
         config = configured("dp2 zero1", corpus, iterations, "bf16", **options)
         config = replace(config, optimizer=replace(config.optimizer, **PLACES[place]))
         one, other = ranks(2).run(train_chain, 2, config, 1)
@@ -227,3 +235,10 @@ def test_bytes_of_copies_by_the_formula_of_the_docs(dp: int, zero: int, reductio
     spec, _ = planned(case)
     owned = sum(unit.numel for unit in spec.units.values()) // (dp if zero else 1)
     assert estimate(*case.resolved()).traffic["pcie"] == (4 * (2 * reductions - 1) + 2) * owned
+    in_file = estimate(*case._replace(disk=True).resolved())
+    assert in_file.traffic["pcie"] == (4 * (2 * reductions - 1) + 2) * owned
+    pages = 4096 * (2 * reductions + 2) * len(spec.units)  # each read and write is of whole pages
+    moved = in_file.traffic["nvme"] - (32 + 8 * (reductions - 1)) * owned
+    assert 0 <= moved < pages
+    largest = 16 * max(unit.numel for unit in spec.units.values()) // (dp if zero else 1)
+    assert 16 * owned <= in_file.memory["nvme"] and 2 * largest <= in_file.memory["host"] < 2 * (largest + 2 * 4096)

@@ -28,6 +28,7 @@ CASES = [
     Case(dp=3, zero=2, micro_batches=3, batch=8, micro_batch_size=1, model=SHALLOW),
     Case(cp=3, zero=3, model=replace(LLAMA, num_layers=2), recompute="selective"),
     Case(dp=2, zero=2, precision="bf16", micro_batches=3, model=SHALLOW, offload=0.7),
+    Case(dp=2, zero=1, precision="bf16", model=SHALLOW, offload=1.0, disk=True),
     Case(tp=2, sp=True, ep=2, etp=1, zero=2, model=EXPERTS, recompute="full", micro_batches=3),
 ]
 SLOW = [
@@ -63,5 +64,7 @@ def test_real_ranks_the_rehearsal_and_the_estimate_agree(case: Case, ranks) -> N
         assert found.memory == outcomes[rank].memory[-1] == found.estimated_memory
         assert found.traffic == outcomes[rank].sent[-1] == found.estimated_traffic
         for kind, num_bytes in found.traffic.items():
-            assert kind == "pcie" or num_bytes == sum(each.num_bytes for each in found.collectives if each.kind == kind)
+            assert kind in ("pcie", "nvme") or num_bytes == sum(
+                each.num_bytes for each in found.collectives if each.kind == kind
+            )
         assert found.allocated >= found.memory["peak"] - found.memory["host"]

@@ -46,6 +46,7 @@ MEMINFO = "MemTotal: 4000 kB\nMemFree: 100 kB\nMemAvailable: 1000 kB\n"
 def test_host_memory_is_the_least_of_kernel_and_control_groups(tmp_path: Path) -> None:
     root = files(tmp_path, proc__meminfo=MEMINFO)
     assert host_memory(root) == Available(1000 * 1024, "of host memory")
+    assert host_memory(root, whole=True) == Available(4000 * 1024, "of host memory")
     for name in ("sys/fs/cgroup/job/step", "sys/fs/cgroup/job"):
         (root / name).mkdir(parents=True, exist_ok=True)
         (root / name / "memory.current").write_text("90000\n")
@@ -58,6 +59,7 @@ def test_host_memory_is_the_least_of_kernel_and_control_groups(tmp_path: Path) -
     assert host_memory(root) == Available(100_000 - (90_000 - 30_000), "of the control group's memory limit")
     (root / "sys/fs/cgroup/job/step/memory.max").write_text("50000\n")
     assert host_memory(root) == Available(0, "of the control group's memory limit")
+    assert host_memory(root, whole=True) == Available(50_000, "of the control group's memory limit")
 
 
 def test_host_memory_in_a_version_1_control_group(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ GIVEN = {
     "tensor-model-parallel-size": ("--tensor-model-parallel-size 4", 4),
     "context-parallel-size": ("--context-parallel-size 2", 4),
     "pipeline-model-parallel-size": ("--pipeline-model-parallel-size 4", 4),
-    "expert-model-parallel-size": (f"--expert-model-parallel-size 4 {EXPERTS}", 4),
+    "expert-model-parallel-size": (f"--expert-model-parallel-size 2 {EXPERTS}", 2),
     "expert-tensor-parallel-size": (f"--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 {EXPERTS}", 4),
     "pipeline-schedule": ("--pipeline-schedule gpipe --pipeline-model-parallel-size 2", 2),
     "virtual-pipeline-stages": ("--virtual-pipeline-stages 2", 2),
@@ -68,6 +68,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flag", LAYOUT_FLAGS)
 def test_a_given_flag_keeps_its_value(flag: str) -> None:
     """Even one that no search tries, and the layout is one that a run accepts."""
@@ -81,6 +82,7 @@ def test_a_given_flag_keeps_its_value(flag: str) -> None:
     assert value_of(unfixed, flag) != value_of(config, flag) and free.seconds <= found.seconds
 
 
+@pytest.mark.long
 def test_without_given_flags_the_fastest_of_all_layouts_is_chosen() -> None:
     found, config = choose("", 4)
     assert found.flags.keys() == {*LAYOUT_FLAGS}
@@ -128,10 +130,10 @@ def test_flags_that_need_a_layout_are_accepted_before_it_is_chosen() -> None:
 
 REFUSED = {
     "--tensor-model-parallel-size 2": (3, "--tensor-model-parallel-size 2 .* does not divide the 3 ranks"),
-    "--partition-activations": (3, "3; drop one of them, or start another number"),
+    "--partition-activations": (3, "--partition-activations: no layout of 3 allows these flags .*; drop some"),
     "--pipeline-schedule other": (2, "--pipeline-schedule other: there are gpipe"),
     "--global-batch-size 0": (1, "--layout auto needs --global-batch-size, .*; add it"),
-    "--zero-gather-every step --zero-stage 2": (2, "--zero-stage 2: no layout allows these flags if the number of"),
+    "--zero-gather-every step --zero-stage 2": (2, "every step needs --zero-stage 3 or higher.*; drop some"),
 }
 
 
@@ -149,18 +151,18 @@ def test_several_ranks_choose_for_memory_that_they_have_in_common() -> None:
     later = machine._replace(host=Available(3 * 10**9, ""), ranks=range(0, 4))
     first = device_of_ranks(config, "", machine, 8)
     assert first == device_of_ranks(config, "", later, 8)
-    assert first["memory.capacity"] == 0.9e10 / 4 and first.devices_per_node == 4
+    assert first["memory.capacity"] == 0.9 * 10**10 / 4 and first.devices_per_node == 4
     alone = device_of_ranks(config, "", machine._replace(ranks=range(1)), 1)
-    assert alone["memory.capacity"] == host.num_bytes and alone.devices_per_node == 1
+    assert alone["memory.capacity"] == 0.9 * host.num_bytes and alone.devices_per_node == 1
 
 
 def test_the_device_of_ranks_is_their_card() -> None:
     gpu = Machine(range(2), "cuda", Available(70 * 10**9, "free on its GPU"), None, 80 * 10**9)
     config = asked().config
     found = device_of_ranks(config, "NVIDIA H100 80GB HBM3", gpu, 2)
-    assert (found.name, found["memory.capacity"], found.devices_per_node) == ("h100-80gb", 80e9, 2)
+    assert (found.name, found["memory.capacity"], found.devices_per_node) == ("h100-80gb", 0.9 * 80e9, 2)
     assert found["compute.fp32"] == found["compute.tf32"]
-    assert device_of_ranks(config, "NVIDIA H100 80GB HBM3", gpu, 1)["memory.capacity"] == 70e9
+    assert device_of_ranks(config, "NVIDIA H100 80GB HBM3", gpu, 1)["memory.capacity"] == 0.9 * 70e9
     with pytest.raises(ValueError, match=r"no device file describes NVIDIA X; add --device-type .* b200, .* your own"):
         device_of_ranks(config, "NVIDIA X", gpu, 2)
     named = asked("--device-type a100-80gb").config
@@ -180,3 +182,16 @@ def test_the_printed_flags_make_the_same_run() -> None:
     assert "dp 3 x tp 2" in words and words.endswith(f"instead of --layout auto: {fixed}") and " s a step" in words
     found, _ = choose(f"--tensor-model-parallel-size 2 {fixed}", 6)
     assert found.words(config, CPU).endswith("To fix this layout, leave out --layout auto")
+
+
+def test_the_printed_flags_replace_those_of_a_preset(tmp_path: Path) -> None:
+    """Without --layout auto the preset's layout counts again, also where the choice is a default."""
+    preset = tmp_path / "mine.toml"
+    preset.write_text("zero-stage = 3\nmicro-batch-size = 2\nrecompute = 'full'\n")
+    command = asked(f"--preset {preset}")
+    found = choose_layout(command.config, command.given, 8, 0, CPU)
+    fixed = found.as_flags(command.config, command.dropped)
+    assert "--recompute none" in fixed and found.words(command.config, CPU, command.dropped).endswith(fixed)
+    line = f"{TINY.removesuffix('--layout auto')} --preset {preset} {fixed}"
+    again = read(line.split()).config
+    assert {name: value_of(again, name) for name in LAYOUT_FLAGS} == found.flags

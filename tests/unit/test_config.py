@@ -51,10 +51,11 @@ COMING: set[str] = set()
 # 154: --optimizer, and three --muon-*.
 # 156: --optimizer-cpu-offload and its fraction.
 # 158: --adam-moments and --master-weights.
-# 159: --layout.
-# 161: --memory-checkpoint-interval and its folder.
-# 162: --elastic.
-NUM_OPTIONS = 162
+# 159: --optimizer-nvme-offload.
+# 160: --layout.
+# 162: --memory-checkpoint-interval and its folder.
+# 163: --elastic.
+NUM_OPTIONS = 163
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -182,7 +183,7 @@ def test_help_has_the_flags_of_a_normal_run_in_order(capsys: pytest.CaptureFixtu
         text = unboxed(capsys.readouterr().out)
         shown = re.findall(r" --([a-z0-9-]+) (?:INT|FLOAT|STR|\[STR|\{)", text.split("The other flags")[0])
         assert shown == [flag for group in NORMAL.values() for flag in group]
-        assert len(shown) == 21 and "--help-all shows all" in text
+        assert len(shown) == 22 and "--help-all shows all" in text
         assert all(f"--{flag}" in text for flag in flags())
         assert "(default: 0.0003)" in text and "Peak learning rate." in text
 
@@ -371,6 +372,13 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         1,
         9,
         "--optimizer-offload-fraction 0.5 needs --optimizer-cpu-offload; add it",
+    ),
+    ({"optimizer_nvme_offload": "/nvme"}, 1, 9, "--optimizer-nvme-offload /nvme needs --optimizer-cpu-offload; add it"),
+    (
+        {"optimizer_nvme_offload": "/nvme", "optimizer_cpu_offload": True, "save": "runs/s", "async_save": True},
+        1,
+        9,
+        "--async-save with --optimizer-nvme-offload: a save in the background copies",
     ),
     ({"muon_scale": "keller"}, 1, 9, "--muon-scale keller needs --optimizer muon; add it"),
     ({"muon_momentum": 0.8, "optimizer": "lion"}, 1, 9, "--muon-momentum 0.8 needs --optimizer muon; add it"),

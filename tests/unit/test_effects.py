@@ -58,6 +58,7 @@ FLIPPED = {
     "precision": ("--precision bf16", ""),
     "optimizer-cpu-offload": ("--optimizer-cpu-offload", ""),
     "optimizer-offload-fraction": ("--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload"),
+    "optimizer-nvme-offload": ("--optimizer-nvme-offload /nvme", "--optimizer-cpu-offload"),
     "grad-dtype": ("--grad-dtype bf16", "--precision bf16"),
     "freeze-parameters": ("--freeze-parameters blocks.*", ""),
     "initial-loss-scale": ("--initial-loss-scale 8", "--precision fp16"),

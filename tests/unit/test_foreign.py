@@ -339,6 +339,10 @@ def test_a_deepspeed_file_is_flags(tmp_path: Path) -> None:
     path.write_text(json.dumps({"zero_optimization": offload}))
     ours = parse(["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"])
     assert parse(["--deepspeed", str(path)]) == ours
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}
+    path.write_text(json.dumps({"zero_optimization": offload}))
+    ours_in_files = parse(["--optimizer-cpu-offload", "--optimizer-nvme-offload", "/local"])
+    assert parse(["--deepspeed", str(path)]) == ours_in_files
     assert parse("--cpu-optimizer --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d".split()) == ours
 
 

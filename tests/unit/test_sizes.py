@@ -101,7 +101,7 @@ def test_states_are_shares_of_the_elements(stage: int) -> None:
     states = States.of(config, layout)
     ranks = [4 if stage >= first else 1 for first in (3, 1, 1, 2)]
     expected = [Share(each, n) for each, n in zip((2, 12, 4, 4), ranks, strict=True)]
-    assert list(states) == [*expected, Share(16, ranks[1], 0.0)]
+    assert list(states) == [*expected, Share(16, ranks[1], 0.0), Share(0, ranks[1], 0.0)]
     assert str(states.optimizer) == ("12 Psi / 4" if stage else "12 Psi")
     assert states.at_rest(64) == {"parameters": 2 * 64 // ranks[0], "optimizer": 12 * 64 // ranks[1]}
 
@@ -116,6 +116,8 @@ def test_states_in_host_memory_are_a_share_of_the_elements(stage: int) -> None:
     assert states.accumulated == (Share(4, 4, 0.25) if stage >= 2 else Share(4))
     assert states.host == Share(16, ranks, 0.75) and states.host.of(64) == 16 * 48 // ranks
     assert str(states.optimizer) == ("0.25 x 12 Psi / 4" if stage else "0.25 x 12 Psi")
+    in_files = States.of(*resolve(parse(f"{flags} --optimizer-nvme-offload /tmp".split()), 16, 0, declare))
+    assert in_files == states._replace(host=Share(0, ranks, 0.75), nvme=states.host)
 
 
 def test_the_least_that_is_held() -> None:

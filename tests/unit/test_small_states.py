@@ -16,6 +16,10 @@ from tests.helpers import small
 CPU = torch.device("cpu")
 
 
+def new(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype)
+
+
 def numbers(positive: bool, scale: float, count: int = 64) -> torch.Tensor:
     """Blocks of very different sizes, with zeros, a block of zeros, and numbers on the edges of binades."""
     draw = torch.Generator().manual_seed(5)
@@ -36,7 +40,7 @@ def draw_bits(count: int, seed: int) -> torch.Tensor:
 def test_numbers_are_rounded_as_by_numpy(form: str, positive: bool, scale: float, dtype: torch.dtype) -> None:
     """The numbers are equal to the bit. Rounded again, with any bits, they stay."""
     x, wanted = numbers(positive, scale).to(dtype), None
-    state = kept(State("exp_avg", form, positive), len(x), dtype, CPU)
+    state = kept(State("exp_avg", form, positive), len(x), dtype, new)
     everything = slice(0, len(x))
     assert not state.read(everything).any()
     for seed in range(3):
@@ -56,7 +60,7 @@ def test_numbers_are_rounded_as_by_numpy(form: str, positive: bool, scale: float
 def test_numbers_are_right_on_average(form: str, positive: bool) -> None:
     """Unbiased: the mean of n roundings is within 5 standard errors, each at most half a step of 1/16 or 1/8."""
     x, n = numbers(positive, 1.0), 400
-    state, total = kept(State("exp_avg", form, positive), len(x), torch.float32, CPU), torch.zeros(len(x))
+    state, total = kept(State("exp_avg", form, positive), len(x), torch.float32, new), torch.zeros(len(x))
     for seed in range(n):
         state.write(slice(0, len(x)), x, draw_bits(len(x), seed))
         total += state.read(slice(0, len(x)))
@@ -70,7 +74,7 @@ def test_numbers_are_right_on_average(form: str, positive: bool) -> None:
 def test_positive_numbers_do_not_become_0() -> None:
     x = torch.full((small.BLOCK,), 1e-30)
     x[0], x[1] = 1.0, 0.0
-    state = kept(State("exp_avg_sq", "int8", positive=True), len(x), torch.float32, CPU)
+    state = kept(State("exp_avg_sq", "int8", positive=True), len(x), torch.float32, new)
     state.write(slice(0, len(x)), x, torch.zeros(len(x), dtype=torch.int32))
     found = state.read(slice(0, len(x)))
     assert found[0] == 1 and found[1] == 0 and (found[2:] == 2.0**-33).all()

@@ -93,7 +93,8 @@ class Runs:
         (folder / "prompts").write_text("a\n")
         data = f"--data-path 3 {folder}/one 1 {folder}/two"
         logs = f"--sample-prompts {folder}/prompts --log-dir {folder}/log"
-        self.argv = f"{MODEL} {TRAINING} {data} {logs} --save {folder}/save --load {folder}/save".split()
+        states = f"--optimizer-cpu-offload --optimizer-nvme-offload {folder}"
+        self.argv = f"{MODEL} {TRAINING} {data} {logs} {states} --save {folder}/save --load {folder}/save".split()
         with pytest.MonkeyPatch.context() as inner:
             self.training = Notes(inner)
             for part in PARTS:
@@ -124,10 +125,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 STREAM, TRACKER = As("Checkpoints.engine.model.stream"), As("Checkpoints.engine.tracker")
 CPU, WORLD, HOSTS = torch.device("cpu"), World(0, 1, 0, "single"), As("build.hosts")
+FOLDER = As("Trainer.config.optimizer.optimizer_nvme_offload")
 CONFIG, MESH, ENGINE = As("Trainer.config"), As("Trainer.mesh"), As("Checkpoints.engine")
 LAYERS = ["token_embedding", "position_embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
 FIRST: dict[str, Call] = {  # part -> its arguments at its first call
-    "machine": {"world": WORLD, "device": CPU},
+    "machine": {"world": WORLD, "device": CPU, "folder": FOLDER},
     "check_memory": {"config": CONFIG, "layout": As("Trainer.mesh.layout"), "rank": 0, "machine": Kind("Machine")},
     "open_data": {"config": CONFIG, "tokenizer": As("Trainer.tokenizer")},
     "open_datasets": {
@@ -266,6 +268,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "optimizer": OPTIMIZERS["adamw"],
         "poison": True,
         "seed": 77,
+        "states_folder": FOLDER,
     },
     "Zero": {
         "options": As("Checkpoints.engine.zero.options"),

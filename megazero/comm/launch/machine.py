@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
 
 from megazero.comm.launch.world import World, local_size
+from megazero.files import explain
 from megazero.memory.host import Available, Machine, host_memory, near_cpus
 
 # Prefixes of variables that change a run. None of them is a secret.
@@ -15,8 +18,12 @@ SHOWN = ("CUBLAS_", "CUDA_VISIBLE", "GLOO_", "MASTER_", "MKL_", "NCCL_", "OMP_",
 SHOWN += ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
 
 
-def machine(world: World, device: torch.device) -> Machine:
-    """Return the free memory of this rank's device and of its node."""
+def machine(world: World, device: torch.device, folder: str = "") -> Machine:
+    """Return the free memory of this rank's device and of its node, and the free space in `folder`.
+
+    Raises:
+        ValueError: the folder cannot be written; it is that of --optimizer-nvme-offload.
+    """
     free, memory = None, host_memory(whole=True)
     whole = memory.num_bytes if memory is not None else None
     if device.type == "cuda":
@@ -24,7 +31,15 @@ def machine(world: World, device: torch.device) -> Machine:
         free = Available(left, "free on its GPU")
     first = world.rank - world.local_rank  # launchers number the ranks of a node consecutively
     ranks = range(max(0, first), min(first + local_size(world), world.size))
-    return Machine(ranks, device.type, free, host_memory(), whole)
+    return Machine(ranks, device.type, free, host_memory(), whole, _free_space(folder) if folder else None)
+
+
+def _free_space(folder: str) -> Available:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return Available(shutil.disk_usage(folder).free, f"free in {folder}")
+    except OSError as error:
+        raise ValueError(f"--optimizer-nvme-offload {folder}: {explain(error)}") from None
 
 
 def bind_to_near_cpus(device: torch.device, root: Path = Path("/")) -> None:

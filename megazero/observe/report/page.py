@@ -32,6 +32,7 @@ MEMORY = {
     "logits": "logits",
     "peak": "peak of all at one instant",
     "host": "host memory",
+    "nvme": "files",
 }
 MEDIANS = (
     ("tokens/s", "tokens_per_second", ",.0f"),
@@ -45,6 +46,8 @@ TRAFFIC = {
     "tp": "tensor-parallel",
     "pp": "pipeline",
     "control": "losses, norms, flags",
+    "pcie": "copies to and from host memory",
+    "nvme": "reads and writes of files",
 }
 
 

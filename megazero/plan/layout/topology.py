@@ -25,7 +25,8 @@ TRAFFIC = {"data": "dp", "shard": "dp", "replica": "dp", "embedding": "pp", "wor
     "expert_shard": "dp",
     "expert_replica": "dp",
 }
-KINDS_OF_TRAFFIC = ("dp", "cp", "ep", "tp", "pp", "control", "pcie")  # the last: copies to and from host memory
+# the last two: copies between device and host memory, and between host memory and files
+KINDS_OF_TRAFFIC = ("dp", "cp", "ep", "tp", "pp", "control", "pcie", "nvme")
 Ranks = tuple[int, ...]  # global ranks, ascending
 
 

@@ -157,7 +157,10 @@ class SumTied(UnitOp):
 
 @dataclass(frozen=True, slots=True)
 class StoreGradient(UnitOp):
-    """Copy the reduced gradient to host memory, and free it (--optimizer-cpu-offload)."""
+    """Copy the reduced gradient to host memory, and free it (--optimizer-cpu-offload).
+
+    With --optimizer-nvme-offload, a thread then writes it to the file; the next use of the same host memory waits.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +183,20 @@ class FetchWeights(UnitOp):
     """Copy the weights of the owned range, which the host has updated, to the device."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReadStates(UnitOp):
+    """Read master weights, optimizer states and gradient of the unit from a file (--optimizer-nvme-offload)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteStates(UnitOp):
+    """Write updated master weights and optimizer states to the file."""
+
+
 # -- asynchronous operations. Without Start and Wait, one is started and waited for at once.
 
 Asynchronous = (Gather | Fetch | Reduce | Recv | Send | Sync | ReduceReplicas | SumReplicated | SumTied) | (
-    StoreGradient | FetchGradient | FetchWeights
+    StoreGradient | FetchGradient | FetchWeights | ReadStates | WriteStates
 )
 
 
@@ -207,7 +220,7 @@ Op = (
     | (Open | GradNorm | Update | Start | Wait)
 )
 Ops = list[Op]
-HOST_COPIES = (StoreGradient, FetchGradient, FetchWeights)  # of units
+HOST_COPIES = (StoreGradient, FetchGradient, FetchWeights, ReadStates, WriteStates)  # of units
 COMPUTE = (Forward, Recompute, Backward, BackwardWeights)
 
 
@@ -217,7 +230,7 @@ def inner(op: Op) -> Op:
 
 
 def axis_of(op: Op) -> str:
-    """Return the stream of an asynchronous operation: dp, tp, pp, or host for copies to and from host memory."""
+    """Return the stream of an asynchronous operation: dp, tp, pp, or host for host memory and files."""
     if isinstance(op, (Fetch, *HOST_COPIES)):
         return "host"
     if isinstance(op, (Transfer, SumTied)):

@@ -21,6 +21,7 @@ from megazero.plan.program.operations import (
     Op,
     Open,
     Ops,
+    ReadStates,
     Rebuild,
     Recompute,
     Recv,
@@ -35,6 +36,7 @@ from megazero.plan.program.operations import (
     Sync,
     Update,
     Wait,
+    WriteStates,
 )
 from megazero.plan.program.rank_spec import PlannedLayer, RankSpec
 from megazero.plan.schedule.schedules import Order, Pass
@@ -303,23 +305,30 @@ def update(spec: RankSpec) -> Ops:
     """Step the optimizer unit by unit, and start the all-gather of its updated weights.
 
     The next step waits for it before their first use. The host updates last, while the device computes its own updates.
-    The copy of its weights overlaps with its next update.
+    The copy of a unit's weights overlaps with the next unit's update. So do the writing of its states to a file, and
+    then the reading of the unit after the next into the same memory.
     """
-    ops: Ops = []
-    copied = ""  # the unit whose weights are in flight to the device
-    for unit in sorted(spec.trained_units, key=lambda unit: spec.units[unit].on_host):
-        ops.append(Update(unit))
-        if copied:
-            ops += [Wait(FetchWeights(copied)), *_sync(spec, copied)]
-            copied = ""
+    host, on_disk = spec.offloaded_units, spec.on_disk
+    ops: Ops = [Start(ReadStates(unit)) for unit in host[:2]] if on_disk and spec.overlap else []
+    for unit in spec.trained_units:
         if not spec.units[unit].on_host:
-            ops += _sync(spec, unit)
-        elif spec.overlap:
-            ops.append(Start(FetchWeights(unit)))
-            copied = unit
-        else:
-            ops += [FetchWeights(unit), *_sync(spec, unit)]
-    return [*ops, Wait(FetchWeights(copied)), *_sync(spec, copied)] if copied else ops
+            ops += [Update(unit), *_sync(spec, unit)]
+    for number, unit in enumerate(host):
+        if not spec.overlap:
+            read, write = ([ReadStates(unit)], [WriteStates(unit)]) if on_disk else ([], [])
+            ops += [*read, Update(unit), FetchWeights(unit), *write, *_sync(spec, unit)]
+            continue
+        ops += [*([Wait(ReadStates(unit))] if on_disk else []), Update(unit)]
+        ops += _finish_update(spec, host[number - 1]) if number else []
+        ops.append(Start(FetchWeights(unit)))
+        if on_disk:
+            ops += [Start(WriteStates(unit)), *(Start(ReadStates(ahead)) for ahead in host[number + 2 : number + 3])]
+    return ops + (_finish_update(spec, host[-1]) if host and spec.overlap else [])
+
+
+def _finish_update(spec: RankSpec, unit: str) -> Ops:
+    written: Ops = [Wait(WriteStates(unit))] if spec.on_disk else []
+    return [Wait(FetchWeights(unit)), *_sync(spec, unit), *written]
 
 
 def _sync(spec: RankSpec, unit: str) -> Ops:

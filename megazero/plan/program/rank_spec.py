@@ -80,6 +80,7 @@ class RankSpec:
     graphs: bool = False  # blocks are replayed as CUDA graphs
     partitioned: bool = False  # kept inputs, over tp
     on_host: bool = False  # kept inputs
+    on_disk: bool = False  # the states of units that are on the host
     arena: bool = False  # kept inputs
     tied: str | None = None  # the unit of the embedding group
     backlog: int | None = None  # micro-batches whose weight gradients may wait
@@ -193,6 +194,7 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         graphs=config.captures_blocks,
         partitioned=activations.partition_activations,
         on_host=activations.checkpoint_in_cpu,
+        on_disk=bool(config.optimizer.optimizer_nvme_offload),
         arena=activations.contiguous_checkpointing,
         tied=tied,
         backlog=config.parallel.zero_bubble_backlog or None,

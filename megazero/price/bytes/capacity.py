@@ -33,6 +33,7 @@ class Needs(NamedTuple):
 
     device: dict[str, int]
     host: int
+    files: int = 0
 
     @property
     def total(self) -> int:
@@ -72,7 +73,7 @@ def estimated(config: Config, layout: Layout, stage: int, device_type: str) -> N
     if hidden_bytes(config, layout) > MOST_TRACED:
         return Needs({"activations": hidden_bytes(config, layout)}, 0)
     found = stage_bytes(config, layout, stage, device_type)
-    return Needs(found.at_peak, found.memory["host"])
+    return Needs(found.at_peak, found.memory["host"], found.memory["nvme"])
 
 
 def _problem(config: Config, layout: Layout, rank: int, machine: Machine) -> str:
@@ -88,11 +89,15 @@ def _shortage(config: Config, layout: Layout, rank: int, machine: Machine, count
     mine = count(own)
     if machine.device is not None and mine.total > machine.device.num_bytes:
         return f"{_blame(config, mine)}{_list(mine)}, and {_amount(machine.device)} are available to it"
-    if machine.host is None:
-        return ""
     on_cpu = machine.device_type == "cpu"
     stages = [layout.coord(r).pp for r in machine.ranks]
     needs = {stage: mine if stage == own else count(stage) for stage in set(stages)}
+    in_files = sum(needs[stage].files for stage in stages)
+    if machine.files is not None and in_files > machine.files.num_bytes:
+        needed = f"the ranks of this node need {size(in_files)} for optimizer states"
+        return f"--optimizer-nvme-offload: {needed}, and {_amount(machine.files)}"
+    if machine.host is None:
+        return ""
     total = sum(needs[stage].host + (needs[stage].total if on_cpu else 0) for stage in stages)
     if total <= machine.host.num_bytes:
         return ""

@@ -279,7 +279,7 @@ class _Walk:
         memory |= {kind: peak[kind] for kind in PEAKS}
         gathers = self.gathers.values()
         return StageBytes(
-            memory | {"peak": self.tracker.total_peak, "host": peak["host"]},
+            memory | {"peak": self.tracker.total_peak, "host": peak["host"], "nvme": now["nvme"]},
             dict(self.traffic),
             self.activations.peak,
             self.queued.peak,

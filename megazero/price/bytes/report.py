@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megazero.config.batch_sizes import micro_batches
 from megazero.config.schema import Config, ModelConfig
+from megazero.memory import BLOCKS
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import active_parameters, layer_costs, num_parameters
 from megazero.plan.layout.topology import Layout
@@ -37,9 +38,9 @@ def report_rows(config: Config, layout: Layout, device_type: str = "cpu") -> lis
 
 def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     states = [States.of_group(config, group) for group in sharding_groups(config, layout).values()]
-    rules = config.optimizer.rules
+    rules, none = config.optimizer.rules, dict.fromkeys(("optimizer", "gradients", "nvme"), "")
     others = f", of tables and vectors {Rates.of(config, rules.others).optimizer} Psi" if len(rules.rules) > 1 else ""
-    w, formulas = Rates.least(config).weights, {"optimizer": "", "gradients": ""}
+    w = Rates.least(config).weights
     activations, full = config.activations, config.activations.recompute == "full"
     parts = f" / {layout.tp}" if activations.partition_activations or config.parallel.sequence_parallel else ""
     tokens = f"s / {layout.cp}" if layout.cp > 1 else "s"
@@ -48,13 +49,14 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     shares = {
         kind: " and, of experts, ".join(dict.fromkeys(str(getattr(each, kind)) for each in states))
         + (others if kind == "optimizer" else "")
-        for kind in ("parameters", "optimizer", "gradients", "host")
+        for kind in ("parameters", "optimizer", "gradients", "host", "nvme")
         if getattr(states[0], kind).each * getattr(states[0], kind).part
     }
     host = [shares["host"]] if "host" in shares else []
+    host += [f"{BLOCKS} layers of those in files"] if "nvme" in shares else []
     host += [f"{kept}, in host memory"] if activations.checkpoint_in_cpu else []
     host += ["weights and optimizer states to copy"] if config.checkpoint.memory_checkpoint_interval else []
-    return formulas | {
+    return none | {
         "activations": f"autograd's saved tensors of {'one recomputed block, and the ends' if full else 'all layers'}",
         **shares,
         "activation_checkpoints": "" if activations.checkpoint_in_cpu else kept,
@@ -79,7 +81,8 @@ def _traffic_formulas(config: Config, layout: Layout, found: StageBytes) -> dict
     each = f"({' + '.join(terms)})" if len(terms) > 1 else "".join(terms)
     experts = f" (experts: {layout.expert_shard})" if layout.divides_experts else ""
     dp = f"{each} Psi x (N-1)/N, N = {layout.shard}{experts}{replicas}" if terms else ""
-    copied = ["gradients to host memory, weights back"] if states.host.part else []
+    offloads = bool(states.host.part)
+    copied = ["gradients to host memory, weights back"] if offloads else []
     copied += ["inputs of blocks, there and back"] if config.activations.checkpoint_in_cpu else []
     return {
         "dp traffic": dp,
@@ -89,6 +92,7 @@ def _traffic_formulas(config: Config, layout: Layout, found: StageBytes) -> dict
         "pp traffic": "messages, tied table",
         "control traffic": "norms, losses, counts",
         "pcie traffic": " + ".join(copied),
+        "nvme traffic": "gradients and states, there and back" if offloads and states.nvme.each else "",
     }
 
 

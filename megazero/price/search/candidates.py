@@ -12,6 +12,7 @@ from megazero.config.batch_sizes import micro_batches
 from megazero.config.flags import with_values
 from megazero.config.limits import divisors
 from megazero.config.schema import Config, ModelConfig
+from megazero.config.validate import plans
 from megazero.config.validate_model import tensor_parallel_sizes
 from megazero.plan.layout.topology import Layout, data_parallel_size
 from megazero.plan.schedule.schedules import SCHEDULES as ORDERS
@@ -81,7 +82,12 @@ class Candidate(NamedTuple):
 
     def apply(self, config: Config, given: Given | None = None) -> Config:
         """Return `config` with these flags; those in `given` keep their value."""
-        return with_values(config, {**self.flags(config), **(given or {}), "layout": "given"})
+        return as_given(with_values(config, {**self.flags(config), **(given or {})}))
+
+
+def as_given(config: Config) -> Config:
+    """Return `config` as if its layout had been given: a run then has no use for --device-type."""
+    return with_values(config, {"layout": "given"} | ({} if plans(config.plan) else {"device-type": ""}))
 
 
 def candidates(config: Config, world: int, device: Device, given: Given | None = None) -> Iterator[Candidate]:

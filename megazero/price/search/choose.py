@@ -14,12 +14,13 @@ from megazero.config.flags import LAYOUT_FLAGS, as_flag, value_of, with_values
 from megazero.config.schema import CheckpointConfig, Config, EvaluationConfig, LogConfig
 from megazero.memory.host import Machine
 from megazero.price.plan import Plan
+from megazero.price.search.candidates import as_given
 from megazero.price.search.search import Search
 from megazero.price.time.devices import Constant, Device, find_card, known_devices, load_device
 from megazero.units import size
 
 CPU = "cpu"  # the device file of ranks without a GPU
-SHARE = 0.9  # of a machine's memory, for all of its ranks: the rest is the system's
+SHARE = 0.9  # of memory: the rest is for the system, temporaries inside layers and fragmentation, which no plan counts
 
 
 class Chosen(NamedTuple):
@@ -41,19 +42,20 @@ class Chosen(NamedTuple):
 
     def apply(self, config: Config) -> Config:
         """Return `config` with this layout, as if it had been given."""
-        return with_values(config, {**self.flags, "layout": "given"})
+        return as_given(with_values(config, self.flags))
 
     def names(self, config: Config) -> list[str]:
         """Return the flags that change `config`: a preset of them, and of the given ones, is this layout."""
         return [name for name, value in self.flags.items() if value != value_of(config, name)]
 
-    def as_flags(self, config: Config) -> str:
-        """Return the flags that make `config` this layout, as a command line."""
-        return " ".join(as_flag(name, self.flags[name]) for name in self.names(config))
+    def as_flags(self, config: Config, dropped: Collection[str] = ()) -> str:
+        """Return the flags that make `config` this layout, as a command line. dropped: those that its preset has."""
+        names = {*self.names(config), *dropped}
+        return " ".join(as_flag(name, value) for name, value in self.flags.items() if name in names)
 
-    def words(self, config: Config, device: Device) -> str:
-        """Report the choice, and how to fix it. config: without it."""
-        flags = self.as_flags(config)
+    def words(self, config: Config, device: Device, dropped: Collection[str] = ()) -> str:
+        """Report the choice, and how to fix it. config, dropped: without the choice, as `Command` has them."""
+        flags = self.as_flags(config, dropped)
         fixed = f"instead of --layout auto: {flags}" if flags else "leave out --layout auto"
         return (
             f"chosen by --layout auto: {self.layout}; predicted for {device.name}: {self.seconds:.3g} s a step, "
@@ -114,7 +116,7 @@ def device_of_ranks(config: Config, card: str, machine: Machine, world: int) -> 
     """Return the device of this run's ranks: its constants from a device file, its memory from the machine.
 
     Ranks that start together see different amounts of free memory, and must choose the same layout. So only a rank
-    alone takes the free memory; others a share of the whole. `check_memory` compares with the free memory later.
+    alone counts the free memory; others count the whole. `check_memory` compares with the free memory later.
 
     Args:
         card: the name of this rank's GPU; empty for a CPU.
@@ -127,15 +129,14 @@ def device_of_ranks(config: Config, card: str, machine: Machine, world: int) -> 
     if device is None:
         raise ValueError(
             f"--layout auto: no device file describes {card}; add --device-type with the most similar of "
-            f"{', '.join(known_devices())}, or with a TOML file of your own (docs/plan.md)"
+            f"{', '.join(name for name in known_devices() if name != CPU)}, or with a TOML file of your own "
+            "(docs/plan.md)"
         )
     if device.kind != kind:
         raise ValueError(f"--device-type {named} describes a {device.kind} device, and this rank has {card or 'a CPU'}")
-    free = machine.device or machine.host
-    whole = int(SHARE * machine.whole) if machine.whole and kind == "cpu" else machine.whole
-    memory = free.num_bytes if world == 1 and free is not None else whole
-    measured = {"node.devices": float(ranks)}
+    free, measured = machine.device or machine.host, {"node.devices": float(ranks)}
+    memory = free.num_bytes if world == 1 and free is not None else machine.whole
     if memory is not None:
-        measured["memory.capacity"] = float(memory if kind == "cuda" else memory // ranks)
+        measured["memory.capacity"] = SHARE * (memory if kind == "cuda" else memory // ranks)
     constants = {name: Constant(value, value, value, "of this machine") for name, value in measured.items()}
     return replace(device, constants=device.constants | constants).multiplying(config.training)

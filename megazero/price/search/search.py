@@ -287,31 +287,29 @@ class Search:
                 f"{flag} needs --global-batch-size, because it compares layouts by the time of a step; add it"
             )
         self.config = with_values(config, {"vocab-size": config.model.vocab_size or vocabulary})
-        self.found = list(candidates(self.config, self.world, device, given))
+        self.found, why = list(candidates(self.config, self.world, device, given)), ""
         if given is not None:
-            self.found = [c for c in self.found if self._is_legal(c)]
+            complaints = [self._complaint(c) for c in self.found]
+            self.found = [c for c, complaint in zip(self.found, complaints, strict=True) if not complaint]
+            why = next(filter(None, complaints), "the model and the batch cannot be divided so")
         if not self.found or not self.config.model.vocab_size:
             resolve(config, self.world, vocabulary, declare)  # raises the error of a run
-            raise ValueError(self._why_none(flag, batch))
-
-    def _why_none(self, flag: str, batch: int) -> str:
-        if flag == "--layout auto":
-            flags = " ".join(as_flag(name, value) for name, value in self.given.items())
-            return (
-                f"{flag} with --global-batch-size {batch} {flags}: no layout allows these flags if the number of "
-                f"ranks is {self.world}; drop one of them, or start another number"
+            flags = " ".join([flag, *(as_flag(name, value) for name, value in self.given.items())])
+            raise ValueError(
+                f"{flags}: no layout of {self.world} allows these flags ({why}); drop some, or start another number "
+                "of ranks"
+                if given is not None
+                else f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel "
+                f"rank a sample; use {self.world}"
             )
-        return (
-            f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel rank a "
-            f"sample; use {self.world}"
-        )
 
-    def _is_legal(self, c: Candidate) -> bool:
+    def _complaint(self, c: Candidate) -> str:
+        """Return why a run would refuse a layout; empty if it would not."""
         try:
             check_layout(c.apply(self.config, self.given), self.world)
-        except ValueError:
-            return False
-        return True
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def run(self, track: Track = lambda steps, name: steps) -> list[Plan]:
         """Return the best-ranked plans that fit, fastest first.

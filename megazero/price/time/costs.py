@@ -129,7 +129,8 @@ class StepCosts:
         if isinstance(op, (Keep, Fetch)):
             return self._copy(op)
         if isinstance(op, HOST_COPIES):
-            return sum(move.num_bytes for move in self.sizes.moves(op)) / self.device["host.bandwidth"]
+            speeds = {"pcie": self.device["host.bandwidth"], "nvme": self.device.nvme_bandwidth}
+            return max(move.num_bytes / speeds[move.axis] for move in self.sizes.moves(op))
         moving = self._moving(self.sizes.moves(op))
         if isinstance(op, Update):  # these are the collectives of all of a sharding group's ranks
             moving *= self.spec.update_imbalance / self.spec.group(op.unit).parts

@@ -35,10 +35,13 @@ SECTIONS = {
 }
 OPTIONAL = {
     "memory": ("communicator",),
-    "host": ("memory_bandwidth",),
+    "host": ("memory_bandwidth", "nvme_bandwidth"),
     "compute": ("tf32", "attention_64"),
     "overhead": ("collective", "overlap"),
 }
+
+# Bytes/s of a rank. ZeRO-Infinity (arXiv 2104.07857) reaches about 25 GB/s of NVMe on a DGX-2 node, for 16 GPUs.
+NVME_BANDWIDTH = 1.6e9
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -165,6 +168,11 @@ class Device:
         """Bytes/s at which a rank's cores read and write host memory; the device's memory if it is a CPU."""
         own = self["memory.bandwidth"] * self["memory.fraction"] if self.kind == "cpu" else self["host.bandwidth"]
         return self.get("host.memory_bandwidth", own)
+
+    @property
+    def nvme_bandwidth(self) -> float:
+        """Bytes/s at which a rank reads and writes files, while all ranks of its node do."""
+        return self.get("host.nvme_bandwidth", NVME_BANDWIDTH)
 
     def attention(self, head_dim: int) -> float:
         """Return the fraction of the peak that fused attention reaches; heads of up to 64 have their own constant."""
