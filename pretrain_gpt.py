@@ -175,8 +175,8 @@ def lay_out(
         choice = question.row(relayout.read(Path(config.checkpoint.save), question.digest()), num_nodes(world))
     else:
         choice = choose_layout(config, command.given, world.size, vocabulary, priced)
-    given = frozenset({*command.given, *choice.names(config)} - {"layout", "device-type"})
-    command = command._replace(config=choice.apply(command.config), given=given)
+    given = {*command.given, *choice.names(config)} - {"layout", "device-type"}
+    command = command._replace(config=choice.apply(command.config), given=frozenset(given))
     started = relayout.start_words(config, world, choice.layout) if elastic else ""
     return command, choice.apply(config), choice.words(config, priced, command.dropped), question, started
 
