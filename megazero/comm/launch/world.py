@@ -106,7 +106,7 @@ def num_nodes(world: World) -> int:
 
 def generation() -> int:
     """Return how often the ranks of this run were started before, by --elastic."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    count = os.environ.get("MEGAZERO_GENERATION") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdecimal() else 0
 
 
