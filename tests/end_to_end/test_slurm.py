@@ -206,7 +206,7 @@ def test_an_elastic_job_continues_without_a_lost_node_and_with_it_again(tmp_path
     if reason := missing():
         pytest.skip(reason)
     saved, run = tmp_path / "saved", tmp_path / "run"
-    drop = [at for at, word in enumerate(model) if word in ("--micro-batch-size",)][0]
+    drop = model.index("--micro-batch-size")
     flags = [*map(str, model[:drop] + model[drop + 2 :]), "--train-iters", "1000", "--precision", "fp64"]
     where = ["--save", str(saved), "--log-dir", str(run), "--save-interval", "5", "--elastic", "2:3"]
     options = ["--no-kill", "--nodes=3", "--ntasks-per-node=1"]
