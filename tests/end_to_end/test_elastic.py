@@ -169,7 +169,9 @@ def test_agents_killed_two_at_once_and_the_last(tmp_path):
         os.kill(agent, signal.SIGKILL)
         run.running.pop("a").wait()
         run.generation(1)
-        assert not any(map(runs, ranks)) and "its launcher was killed; ending" in run.said("a")
+        logs = (tmp_path / "log" / "ranks").glob("*/attempt_0/0/stderr.log")
+        assert not any(map(runs, ranks))
+        assert any("its launcher was killed; ending" in log.read_text() for log in logs)
         run.start("a")
         run.generation(2)
         run.kill("b", "c")
@@ -200,7 +202,7 @@ def test_a_node_leaves_and_the_run_is_stopped(tmp_path):
         os.kill(run.store() or 0, signal.SIGKILL)
         run.flags += ["--train-iters", str(last + 2)]
         run.start("b")
-        assert run.end() == {"b": 0} and run.iteration == last + 2
+        assert run.end()["b"] == 0 and run.iteration == last + 2
 
 
 @pytest.mark.slow
@@ -209,4 +211,4 @@ def test_a_refusal_is_the_last_word_of_every_node(tmp_path):
         run.start("a", "b")
         assert run.end() == {"a": 1, "b": 1}
         for name in "ab":
-            assert re.search(r"launch.sh: rank 0 ended .*--elastic 1:2, on 1 node: .* does not divide", run.said(name))
+            assert re.search(r"launch.sh: rank [01] ended .*--elastic 1:2, on 1 node: .* does not divide", run.said(name))
