@@ -211,4 +211,6 @@ def test_a_refusal_is_the_last_word_of_every_node(tmp_path):
         run.start("a", "b")
         assert run.end() == {"a": 1, "b": 1}
         for name in "ab":
-            assert re.search(r"launch.sh: rank [01] ended .*--elastic 1:2, on 1 node: .* does not divide", run.said(name))
+            assert re.search(
+                r"launch.sh: rank [01] ended .*--elastic 1:2, on 1 node: .* does not divide", run.said(name)
+            )

@@ -109,8 +109,9 @@ class ElasticRun:
             assert alive or happened(), self.everything()
             time.sleep(0.05)
 
-    def metrics(self) -> list[dict[str, Any]]:
-        path = self.folder / "log" / "metrics.jsonl"
+    def metrics(self, log_dir: Path | None = None) -> list[dict[str, Any]]:
+        """The records of this run, or of another one; not a line that is being written."""
+        path = (log_dir or self.folder / "log") / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
