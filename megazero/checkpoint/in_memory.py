@@ -51,7 +51,7 @@ from megazero.checkpoint.planning import RankPlan, SaveLayout, file_name
 from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.storage import ChunkReader, Save, Target, WrittenFile
 from megazero.checkpoint.tensor_file import host_bytes
-from megazero.files import OutputFile, crc32, explain, open_regular, read_regular, write_atomically
+from megazero.files import OutputFile, crc32, explain, read_regular, write_atomically
 from megazero.log import log
 from megazero.units import size, things
 
@@ -132,7 +132,7 @@ class MemoryCheckpoints:
 
         Args:
             base: --memory-checkpoint-dir; "": the default.
-            save: the --save folder, which exists.
+            save: the --save folder.
         """
         self.nodes = Nodes.meet(group)
         path, self.identity, self.number = from_rank_0(
@@ -230,11 +230,15 @@ class MemoryCheckpoints:
 
     def _copy(self, folder: Path, group: Group) -> None:
         """Send this rank's file to the next node, and write those of the node before. OSError once all have arrived."""
-        failures = []
+        failures, pieces = [], ()
+        try:
+            pieces = _pieces(folder / file_name(rank_of(group)))
+        except OSError as error:
+            failures.append(error)
         for to, source in self.nodes.copies():
-            arriving = exchange(_pieces(folder / file_name(rank_of(group))), to, source, group)
             path = folder / file_name(source) if source is not None else folder
-            failures += [error for error in [_write_pieces(path, arriving)] if error]
+            error = _write_pieces(path, exchange(pieces, to, source, group))
+            failures += [error] if error is not None else []
         if failures:
             raise failures[0]
 
@@ -268,7 +272,8 @@ class MemoryCheckpoints:
 
     def find(self, disk: Path | None, group: Group) -> tuple[list[InMemory], list[str]]:
         """Return the whole checkpoints that are newer than `disk`, newest first, and why others are not taken."""
-        everyone = gather_all(self._inventory() if self.nodes.leads else [], group)
+        mine = [held for held in map(self._held, checkpoints(self.folder) if self.nodes.leads else []) if held]
+        everyone = gather_all(mine, group)
         found, faults = whole([everyone[ranks[0]] for ranks in self.nodes.ranks])
         state = from_rank_0(lambda: unchecked_state(disk) if disk else {}, group)
         number, iteration = state.get("save_number", 0), state.get("iteration", 0)
@@ -279,9 +284,6 @@ class MemoryCheckpoints:
         if found and not newer:
             reasons.append(f"iteration {found[0].iteration} in memory is not newer")
         return newer, reasons
-
-    def _inventory(self) -> list[Held]:
-        return [held for held in map(self._held, checkpoints(self.folder)) if held is not None]
 
     def _held(self, path: Path) -> Held | None:
         """Return this node's part of a checkpoint; None if it is damaged, or another run's."""
@@ -298,65 +300,55 @@ class MemoryCheckpoints:
 
     def read_state(self, found: InMemory, group: Group) -> dict[str, Any]:
         """Return the state of a checkpoint, from a node that has it."""
-        return from_rank_0(lambda: read_state(self.folder / found.name), group, self._source(found))
+        return from_rank_0(lambda: read_state(self.folder / found.name), group, self.nodes.ranks[found.nodes[0]][0])
 
     def load(self, found: InMemory, shards: Mapping[str, LocalShard], group: Group, *, partial: bool = False) -> None:
         """Fill the shards, as `api.load`; a damaged chunk is taken from the other copy, with a warning."""
         path = self.folder / found.name
-        raw = from_rank_0(lambda: read_manifest_bytes(path), group, self._source(found))
+        raw = from_rank_0(lambda: read_manifest_bytes(path), group, self.nodes.ranks[found.nodes[0]][0])
         content = parse_manifest(path, raw)
         check(path, content, shards, group, partial)
-        reader = ChunkReader(path, content)
-        left: list[Wanted] = [each for chunks in reader.plan(shards).values() for each in chunks.items()]
-        for turn in range(max(map(len, found.holders.values()), default=0)):
-            left = self._fill(reader, left, found.holders, turn, group)
-            faults = [f"{chunk.file} of {self._name(found.holders, chunk.file, turn)}" for (_, chunk), _ in left]
-            everyone = sorted({fault for each in gather_all(set(faults), group) for fault in each})
+        reader, count = ChunkReader(path, content), len(self.nodes.ranks)
+        left = sorted((each for chunks in reader.plan(shards).values() for each in chunks.items()), key=_file)
+        nearest = {  # this node, if it has the file, then those that follow it in the ring
+            file: sorted(nodes, key=lambda node: (node - self.nodes.mine) % count)
+            for file, nodes in found.holders.items()
+        }
+        for turn in range(max(map(len, nearest.values()), default=0)):
+            holder = {file: nodes[min(turn, len(nodes) - 1)] for file, nodes in nearest.items()}
+            left = self._fill(reader, left, holder, group)
+            faults = {f"{_file(each)} of {self.nodes.names[holder[_file(each)]]}" for each in left}
+            everyone = sorted(set().union(*gather_all(faults, group)))
             if not everyone:
                 return
             log.warning(f"iteration {found.iteration} in memory is damaged: {', '.join(everyone)}; trying other copies")
         together(f"loading {path}", group, lambda: _refuse(found, left), _done)
-        raise AssertionError("a rank lacks chunks and did not refuse")
 
-    def _source(self, found: InMemory) -> int:
-        """Return a rank that has manifest and state."""
-        return self.nodes.ranks[found.nodes[0]][0]
-
-    def _holder(self, holders: Mapping[str, Sequence[int]], file: str, turn: int) -> int | None:
-        """Return the node to ask for a file: this one, if it has it, then those that follow it in the ring."""
-        count = len(self.nodes.ranks)
-        ordered = sorted(holders[file], key=lambda node: (node - self.nodes.mine) % count)
-        return ordered[turn] if turn < len(ordered) else None
-
-    def _name(self, holders: Mapping[str, Sequence[int]], file: str, turn: int) -> str:
-        node = self._holder(holders, file, turn)
-        return "no node" if node is None else self.nodes.names[node]
-
-    def _fill(
-        self, reader: ChunkReader, wanted: list[Wanted], holders: Mapping[str, Sequence[int]], turn: int, group: Group
-    ) -> list[Wanted]:
-        """Read chunks from their holders of this turn; return those that were damaged there."""
-        asked: dict[int, list[Wanted]] = {}
-        left = []
-        for each in sorted(wanted, key=lambda each: each[0][1].file):
-            node = self._holder(holders, each[0][1].file, turn)
-            if node is None:
-                left.append(each)
-                continue
-            ranks = self.nodes.ranks[node]
-            asked.setdefault(ranks[self.nodes.place % len(ranks)], []).append(each)
-        me = rank_of(group)
-        left += _take(asked.get(me, []), _read(reader, [each for each, _ in asked.pop(me, [])]))
+    def _fill(self, reader: ChunkReader, wanted: list[Wanted], holder: Mapping[str, int], group: Group) -> list[Wanted]:
+        """Read chunks from the node `holder` of each file; return those that are damaged there."""
+        me, asked = rank_of(group), dict[int, list[Wanted]]()
+        for each in wanted:
+            ranks = self.nodes.ranks[holder[_file(each)]]
+            rank = me if me in ranks else ranks[self.nodes.place % len(ranks)]
+            asked.setdefault(rank, []).append(each)
+        local = asked.pop(me, [])
+        left = _take(local, _read(reader, [each for each, _ in local]))
         everyone = gather_all(sorted(asked), group)
         for distance in range(1, len(everyone)):
             to, source = (me + distance) % len(everyone), (me - distance) % len(everyone)
             mine = to if to in asked else None
             theirs = source if me in everyone[source] else None
-            requests = [pickle.dumps([each for each, _ in asked.get(to, [])])]
-            arrived = list(exchange(map(_as_tensor, requests), mine, theirs, group))
+            requests = torch.frombuffer(
+                bytearray(pickle.dumps([each for each, _ in asked.get(to, [])])), dtype=torch.uint8
+            )
+            arrived = list(exchange([requests], mine, theirs, group))
             served = _read(reader, pickle.loads(arrived[0].numpy().tobytes()) if arrived else [])
             left += _take(asked.get(to, []), exchange(served, theirs, mine, group))
         return left
+
+
+def _file(wanted: Wanted) -> str:
+    return wanted[0][1].file
 
 
 def _identity(save: Path) -> str:
@@ -379,13 +371,13 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _pieces(path: Path) -> Iterator[torch.Tensor]:
-    """Yield a file in pieces, without a copy; nothing if there is none, because the rank wrote nothing."""
+def _pieces(path: Path) -> Sequence[torch.Tensor]:
+    """Return the pieces of a file, without a copy; none if there is no file, because the rank wrote nothing."""
     if not path.exists():
-        return
-    with contextlib.closing(os.fdopen(open_regular(path), "rb")) as file:
-        content = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-    yield from content.split(PIECE_BYTES)
+        return ()
+    with open(path, "rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(content, dtype=torch.uint8).split(PIECE_BYTES)
 
 
 def _write_pieces(path: Path, pieces: Iterable[torch.Tensor]) -> OSError | None:
@@ -429,10 +421,6 @@ def _take(wanted: Sequence[Wanted], found: Iterable[torch.Tensor]) -> list[Wante
         for part, target in targets:
             target.copy_(data.view(target.dtype).view(chunk.region.size)[part])
     return left
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _refuse(found: InMemory, left: Sequence[Wanted]) -> None:

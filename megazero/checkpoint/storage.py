@@ -77,7 +77,8 @@ class Save:
     def divide(self, plans: list[RankPlan]) -> list[set[tuple[str, Shape]]]:
         """Return the chunks that each rank leaves to another, and make the partial folder. On rank 0."""
         self._layout = SaveLayout(plans)
-        numbered = {"save_number": next_save_number(self.root)} | self.state
+        number = self.state.get("save_number") or next_save_number(self.root)  # one in memory has the disk's
+        numbered = self.state | {"save_number": number}
         self.state_text = json.dumps(numbered).encode()  # fails before any byte is written if it is not JSON
         self.make_folder()
         return self._layout.skipped

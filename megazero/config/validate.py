@@ -51,6 +51,7 @@ NEEDS = {
     "contiguous-checkpointing": "--recompute full",
     "optimizer-offload-fraction": "--optimizer-cpu-offload",
     "optimizer-nvme-offload": "--optimizer-cpu-offload",
+    "mtbf": "--plan",
     "muon-momentum": "--optimizer muon",
     "muon-scale": "--optimizer muon",
     "muon-num-ns-steps": "--optimizer muon",

@@ -15,6 +15,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.capacity import allowed, flags_that_fit, largest_preset, least
 from megazero.price.bytes.estimate import StageBytes, stage_bytes
+from megazero.price.goodput import Way, ways
 from megazero.price.time.devices import Device, load_device
 from megazero.price.time.exchange import choose_exchange
 from megazero.price.time.step_time import StepTime, step_time
@@ -193,6 +194,12 @@ def _with_less_recompute(plan: Plan) -> str:
     return ""
 
 
+def failure_ways(plan: Plan) -> list[Way]:
+    """Return the ways to save that lose least to failures, if --mtbf is given."""
+    hours = plan.config.plan.mtbf
+    return ways(plan.config, plan.device, plan.layout.world_size, hours) if hours else []
+
+
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return the contents of plan.json; `memory_bytes` and `traffic_bytes` have the keys of metrics.jsonl."""
     time, layout, model = plan.time, plan.layout, plan.config.model
@@ -225,4 +232,5 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "mfu": plan.mfu,
         "tokens_per_second": plan.tokens / plan.seconds,
         "days": plan.days,
+        "failures": [way._asdict() for way in failure_ways(plan)],
     }

@@ -12,9 +12,11 @@ from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.zero_policy import offload_fraction
 from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Recompute
+from megazero.price import goodput
 from megazero.price.bytes.estimate import KINDS, stage_moments
 from megazero.price.bytes.report import expert_words, padding_warning, padding_words
-from megazero.price.plan import SECONDS_PER_DAY, Plan, advice, as_json
+from megazero.price.plan import SECONDS_PER_DAY, Plan, advice, as_json, failure_ways
+from megazero.units import duration, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,6 +67,26 @@ def show(plan: Plan, console: Console) -> None:
     )
     for line in summary(plan):
         console.print(line, highlight=False)
+    if config.plan.mtbf:
+        show_failures(plan, console)
+
+
+def show_failures(plan: Plan, console: Console) -> None:
+    """Print the best intervals of checkpoints, and goodput, of this job and of others of the same model."""
+    hours, own = plan.config.plan.mtbf, plan.layout.world_size
+    rows = []
+    for devices in (own, *(each for each in goodput.SIZES if each != own)):
+        found = goodput.ways(plan.config, plan.device, devices, hours)
+        numbers = (word for way in found for word in (duration(way.interval), f"{way.goodput:.2%}"))
+        rows.append((f"{devices:,}", duration(goodput.SECONDS_PER_HOUR * hours / devices), *numbers))
+    headings = "devices", "between failures", "save to disk every", "goodput", "copy to memory every", "goodput"
+    console.print(table(f"failures, every {hours:g} hours of a device", headings, rows))
+    disk, memory = (max(1, round(way.interval / plan.seconds)) for way in failure_ways(plan))
+    console.print(
+        f"this job: --save-interval {disk}, or --memory-checkpoint-interval {memory} with rare saves; a checkpoint has "
+        f"{size(goodput.checkpoint_bytes(plan.config))}",
+        highlight=False,
+    )
 
 
 def table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:

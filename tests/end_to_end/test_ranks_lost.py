@@ -341,3 +341,24 @@ def test_a_rank_that_hears_nothing_ends_when_another_fails(start: Start) -> None
         said = ranks[1 - failing].end(1)
         assert f"rank {1 - failing}: stopping because another rank failed: " in said and "unwound" not in said
         assert words in said or (failing == 0 and "a bad token" in said)
+
+
+def test_a_killed_run_resumes_from_memory(start: Start, model: list[object], tmp_path: Path) -> None:
+    """Kill both ranks after 5 iterations at least; the same command then continues from a later one than the disk's."""
+    flags: list[object] = [*model, "--log-interval", 1, "--train-iters", 40]
+    saves = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", "--save-interval", 1000]
+    saves += ["--memory-checkpoint-interval", 2, "--memory-checkpoint-dir", tmp_path / "memory"]
+    ranks = start([[*flags, *saves, "--log-dir", tmp_path / "killed"]] * 2)
+    ranks[0].wait_for_iterations(5)
+    wait(lambda: bool([*(tmp_path / "memory").rglob("iter_*")]), *ranks)
+    for rank in ranks:
+        rank.process.kill()
+    again = start([[*flags, *saves, "--log-dir", tmp_path / "killed"]] * 2)
+    said = again[0].end(exit_code=0)
+    loaded = re.search(r"loaded iteration (\d+) from the memory of 1 node in \S+ s \(the disk has none\)", said)
+    assert loaded and f"resuming after iteration {loaded[1]}" in said, said
+    whole = start([[*flags, "--log-dir", tmp_path / "whole"]] * 2)
+    whole[0].end(exit_code=0)
+    losses = [[(each["iteration"], each["loss"]) for each in metrics(tmp_path / name)] for name in ("killed", "whole")]
+    assert losses[0] == losses[1] and len(losses[0]) == 40
+    assert not (tmp_path / "memory").exists()

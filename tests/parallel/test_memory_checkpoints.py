@@ -6,19 +6,38 @@ Ranks of a test are on nodes that they name themselves (MEGAZERO_NODE), with fol
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
+import multiprocessing as mp
 import os
+import resource
 import shutil
+import signal
+import socket
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megazero.checkpoint import LocalShard, MemoryCheckpoints, tensor_file
+from megazero.checkpoint.in_memory import Held, whole
+from megazero.checkpoint.nodes import Nodes
+from megazero.comm.launch.world import Node, this_node
 from megazero.config.schema import Config
+from megazero.log import log
+from megazero.price.bytes import estimate
 from megazero.run.resume import find_checkpoint
+from megazero.units import size
 from tests.helpers.chains import LAYOUTS, Curve, configured, deviation, make_corpus
-from tests.parallel.runs import run_of
+from tests.helpers.ranks import RankError
+from tests.parallel.runs import configured as small
+from tests.parallel.runs import names, quietly, run_of, write_corpus
 
 
 class Outcome(NamedTuple):
@@ -28,39 +47,43 @@ class Outcome(NamedTuple):
     said: list[str]  # messages, "WARNING: " before those of that level
 
 
-class Heard(logging.Handler):
+class Heard(logging.Filter):
     """Keeps all messages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         warns = "WARNING: " if record.levelno == logging.WARNING else ""
         self.texts.append(warns + record.getMessage())
+        return True
 
 
 @contextlib.contextmanager
 def hearing() -> Iterator[list[str]]:
-    handler = Heard()
-    logging.getLogger("megazero").addHandler(handler)
+    heard = Heard()
+    log.addFilter(heard)
     try:
-        yield handler.texts
+        yield heard.texts
     finally:
-        logging.getLogger("megazero").removeHandler(handler)
+        log.removeFilter(heard)
 
 
-def attempt(rank: int, config: Config, nodes: Sequence[str], until: int, waits: bool = True) -> Outcome:
+def attempt(rank: int, config: Config, nodes: Sequence[str], until: int, file_limit: int = -1) -> Outcome:
     """Resume, and train until iteration `until`, as a run that is then killed: it saves nothing more.
 
     Args:
         nodes: each rank's.
-        waits: for every copy, before the next step.
+        file_limit: bytes that rank 0 can write to a file; -1: any number.
     """
     os.environ["MEGAZERO_NODE"] = nodes[rank]
+    if rank == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
     options, found = config.checkpoint, Curve()
-    run = run_of(rank, len(nodes), config)
     with hearing() as said, contextlib.redirect_stdout(open(os.devnull, "w")):
+        run = run_of(rank, len(nodes), config)
         _, run.trainer.progress = run.checkpoints.resume(find_checkpoint(run.config, run.mesh.host_group))
         while run.trainer.progress.iteration < until:
             record = run.trainer.iterate()
@@ -68,10 +91,11 @@ def attempt(rank: int, config: Config, nodes: Sequence[str], until: int, waits: 
             if run.trainer.due(options.save_interval):
                 run.checkpoints.save(run.trainer.progress)
             if run.trainer.due(options.memory_checkpoint_interval):
-                run.checkpoints.save_in_memory(run.trainer.progress, wait=waits)
+                run.checkpoints.save_in_memory(run.trainer.progress, wait=True)
         run.checkpoints.finish_save()
         run.trainer.train_batches.close()
         run.trainer.engine.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     return Outcome(found, said)
 
 
@@ -86,10 +110,11 @@ class Runs:
         self, name: str, until: int, nodes: str, save_interval: int = 100, precision: str = "fp64", **options: Any
     ) -> Outcome:
         """Make an attempt in a layout of `chains`; nodes: a letter for each rank."""
+        limit = options.pop("file_limit", -1)
         options = {"load": str(self.disk), "memory_checkpoint_interval": 2, "save_interval": save_interval} | options
         options |= {"save": str(self.disk), "memory_checkpoint_dir": str(self.memory)}
         config = configured(name, self.corpus, 20, precision, **options)
-        found = self.ranks(LAYOUTS[name][0]).run(attempt, config, list(nodes), until)
+        found = self.ranks(LAYOUTS[name][0]).run(attempt, config, list(nodes), until, limit)
         assert all(each.curve == found[0].curve for each in found)
         return found[0]
 
@@ -103,6 +128,13 @@ class Runs:
         """The folder of a node."""
         (run,) = self.memory.iterdir()
         return run / f"{node}-0"
+
+    def flip(self, node: str, iteration: int, file: str) -> None:
+        """Change a bit near the end of a file on a node."""
+        path = self.folder(node) / f"iter_{iteration:07d}" / file
+        content = bytearray(path.read_bytes())
+        content[-9] ^= 4
+        path.write_bytes(content)
 
     def lose(self, *nodes: str) -> None:
         for node in nodes:
@@ -146,3 +178,293 @@ def test_another_layout_goes_on(runs: Runs, first: str, before: str, second: str
     rest = runs(second, 6, after)
     assert [iteration for iteration, _ in rest.curve] == [5, 6], rest.said
     assert deviation(rest.curve, wanted) < 1e-10
+
+
+# -- copies that are lost or damaged
+
+
+def test_neighbours_that_are_lost_at_once_cost_the_steps_since_the_disk(runs: Runs) -> None:
+    """Nodes b and c of four: both copies of b's part are gone."""
+    wanted = runs.whole("dp4 zero2", 5, "fp32")
+    runs("dp4 zero2", 5, "abcd", save_interval=3, precision="fp32")
+    runs.lose("b", "c")
+    rest = runs("dp4 zero2", 5, "abcd", save_interval=3, precision="fp32")
+    assert rest.curve == wanted[3:]
+    lost = "iteration 4 in memory has lost both copies of rank_00001.safetensors"
+    assert f"{lost}: {runs.disk / 'iter_0000003'} is loaded" in rest.said
+    assert not list(runs.folder("a").glob("iter_*2"))  # another attempt's
+
+
+def test_a_lost_node_is_replaced_by_an_empty_one(runs: Runs) -> None:
+    """Ranks of the new node ask others for their part."""
+    wanted = runs.whole("dp4 zero3 in twos", 5, "fp32")
+    runs("dp4 zero3 in twos", 5, "abcd", precision="fp32")
+    runs.lose("a", "c")
+    rest = runs("dp4 zero3 in twos", 5, "ebfd", precision="fp32")
+    assert rest.curve == wanted[4:]
+    assert any(text.startswith("loaded iteration 4 from the memory of 2 nodes in ") for text in rest.said)
+    assert any(text.endswith(" s (the disk has none)") for text in rest.said)
+
+
+def test_damage_is_repaired_from_the_other_copy(runs: Runs) -> None:
+    """The file of each rank is damaged on its own node."""
+    wanted = runs.whole("dp2 zero3", 5, "fp32")
+    runs("dp2 zero3", 5, "ab", precision="fp32")
+    runs.flip("a", 4, "rank_00000.safetensors")
+    runs.flip("b", 4, "rank_00001.safetensors")
+    rest = runs("dp2 zero3", 5, "ab", precision="fp32")
+    assert rest.curve == wanted[4:]
+    files = "rank_00000.safetensors of a-0, rank_00001.safetensors of b-0"
+    assert f"WARNING: iteration 4 in memory is damaged: {files}; trying other copies" in rest.said
+
+
+@pytest.mark.parametrize(
+    ("damaged", "file", "begins", "words"),
+    [
+        ([8], "rank_00001.safetensors", 7, "loaded iteration 6 from the memory of 2 nodes"),
+        ([8, 6], "rank_00001.safetensors", 6, "iter_0000005 is loaded"),
+        ([8], "manifest.json", 7, "loaded iteration 6 from the memory of 2 nodes"),
+        ([8, 6], "state.json", 6, "no node has a checkpoint in memory: "),
+    ],
+)
+def test_damage_of_both_copies_costs_a_checkpoint(
+    runs: Runs, damaged: list[int], file: str, begins: int, words: str
+) -> None:
+    """Memory has 6 and 8, the disk 5."""
+    wanted = runs.whole("dp2 zero3", 9, "fp32")
+    runs("dp2 zero3", 9, "ab", save_interval=5, precision="fp32")
+    for iteration in damaged:
+        runs.flip("a", iteration, file)
+        runs.flip("b", iteration, file)
+    rest = runs("dp2 zero3", 9, "ab", save_interval=5, precision="fp32")
+    assert rest.curve == wanted[begins - 1 :]
+    assert any(words in text for text in rest.said), rest.said
+
+
+def test_damage_of_all_copies_of_the_only_checkpoint_ends_the_start(runs: Runs) -> None:
+    """The weights are no initial ones any more. The next start begins at iteration 1."""
+    runs("dp2 zero3", 3, "ab")
+    for node in "ab":
+        runs.flip(node, 2, "rank_00001.safetensors")
+    with pytest.raises(RankError, match=r"Damaged: iteration 2 in memory is damaged: .* start again to begin"):
+        runs("dp2 zero3", 3, "ab")
+    assert [iteration for iteration, _ in runs("dp2 zero3", 3, "ab").curve] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_folder_that_is_full_costs_a_copy(runs: Runs, copies: bool) -> None:
+    """Rank 0 cannot write its own file; or only the larger copy of rank 1's."""
+    wanted = runs.whole("pp4 by hand", 5, "fp32")
+    runs("pp4 by hand", 3, "abcd", precision="fp32")
+    own, copy = ((runs.folder("a") / "iter_0000002" / f"rank_{n:05d}.safetensors").stat().st_size for n in (0, 3))
+    assert own < copy
+    shutil.rmtree(runs.disk)
+    limit = own if copies else own - 1
+    first = runs("pp4 by hand", 5, "abcd", precision="fp32", file_limit=limit)
+    assert first.curve == wanted
+    warning = next(text for text in first.said if text.startswith("WARNING: copying iteration 4 to memory failed on"))
+    file = f"rank_0000{3 if copies else 0}.safetensors"
+    assert f"rank 0: OSError: [Errno 27] File too large: '{runs.folder('a')}/.iter_0000004.partial/{file}'" in warning
+    assert warning.endswith("Training continues; the next copy is attempted as scheduled")
+    assert not [path for path in runs.memory.rglob("*") if path.is_file()]
+
+
+# -- which one
+
+
+def test_an_explicit_checkpoint_is_loaded(runs: Runs) -> None:
+    """The run goes back to iteration 3: its 4 in memory is abandoned."""
+    wanted = runs.whole("dp2 zero1", 5, "fp32")
+    runs("dp2 zero1", 5, "ab", save_interval=3, precision="fp32")
+    explicit = str(runs.disk / "iter_0000003")
+    rest = runs("dp2 zero1", 4, "ab", precision="fp32", load=explicit, memory_checkpoint_interval=3)
+    assert rest.curve == wanted[3:4]
+    assert [*runs.folder("a").iterdir()] == []
+
+
+def test_memory_that_is_older_than_the_disk_is_deleted(runs: Runs) -> None:
+    runs("dp2 zero1", 6, "ab", save_interval=3)
+    rest = runs("dp2 zero1", 7, "ab", save_interval=3)
+    assert f"iteration 4 in memory is not newer: {runs.disk / 'iter_0000006'} is loaded" in rest.said
+    assert [iteration for iteration, _ in rest.curve] == [7] and [*runs.folder("b").iterdir()] == []
+
+
+def test_a_deleted_save_folder_is_another_run(runs: Runs) -> None:
+    runs("dp2 zero1", 3, "ab")
+    shutil.rmtree(runs.disk)
+    assert [iteration for iteration, _ in runs("dp2 zero1", 3, "ab").curve] == [1, 2, 3]
+
+
+def held(iteration: int, number: int, seconds: float, files: str, absent: str = "") -> Held:
+    return Held((number, seconds), iteration, 1, tuple(files), tuple(absent))
+
+
+def test_whole_ones_are_found_newest_first() -> None:
+    """8 lacks a file on both nodes. The run has gone back from 9 to 5."""
+    first = [held(8, 2, 9.0, "ab", "c"), held(6, 2, 8.0, "ab", "c"), held(5, 2, 7.0, "abc"), held(9, 1, 6.0, "abc")]
+    second = [held(8, 2, 9.0, "b", "ac"), held(6, 2, 8.0, "c", "ab"), held(4, 1, 5.0, "abc")]
+    found, faults = whole([first, second])
+    assert [(each.iteration, each.nodes) for each in found] == [(6, (0, 1)), (5, (0,)), (4, (1,))]
+    assert found[0].holders == {"a": [0], "b": [0], "c": [1]}
+    assert faults == {8: "iteration 8 in memory has lost both copies of c"}
+
+
+# -- killed while copying
+
+
+def serve(rank: int, nodes: str, store: str, config: Config, until: int, stage: str) -> None:
+    """A rank of an attempt that is killed: rank 1 kills itself at a stage of the copy of iteration 4."""
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(nodes), timeout=limit)
+    original = getattr(MemoryCheckpoints, stage)
+
+    def stricken(memory: MemoryCheckpoints, *args: Any) -> Any:
+        if (Path(memory.folder) / "iter_0000002").exists():  # so this is not the first copy
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(memory, *args)
+
+    if rank == 1:
+        setattr(MemoryCheckpoints, stage, stricken)
+    with contextlib.redirect_stderr(open(os.devnull, "w")):
+        attempt(rank, config, nodes, until)
+
+
+@pytest.mark.parametrize(
+    ("stage", "iteration", "nodes"),
+    [("_copy", 2, "2 nodes"), ("_write_texts", 2, "2 nodes"), ("_publish", 4, "1 node")],
+)
+def test_a_kill_at_any_stage_of_a_copy_leaves_a_whole_one(runs: Runs, stage: str, iteration: int, nodes: str) -> None:
+    """Rank 1 is killed by SIGKILL before its part of a stage; then rank 0, which waits for it.
+
+    Before the last stage, node a has all of iteration 4, and gives it its name.
+    """
+    context = mp.get_context("forkserver")
+    options = {"save": str(runs.disk), "load": str(runs.disk), "memory_checkpoint_dir": str(runs.memory)}
+    config = configured("dp2 zero1", runs.corpus, 20, "fp32", memory_checkpoint_interval=2, **options)
+    ranks = [context.Process(target=serve, args=(r, "ab", f"{runs.disk}-store", config, 5, stage)) for r in range(2)]
+    for process in ranks:
+        process.start()
+    ranks[1].join(60)
+    ranks[0].join(1)
+    ranks[0].kill()
+    ranks[0].join()
+    assert ranks[1].exitcode == -signal.SIGKILL
+    assert [*runs.folder("b").glob(".iter_*4.partial/*")], "it was killed at another time"
+    rest = runs("dp2 zero1", 6, "ab", precision="fp32")
+    assert rest.curve == runs.whole("dp2 zero1", 6, "fp32")[iteration:]
+    assert any(text.startswith(f"loaded iteration {iteration} from the memory of {nodes} in ") for text in rest.said)
+    assert not [*runs.folder("b").glob(".iter_*")]
+
+
+# -- a run that is not killed
+
+
+def test_a_copy_that_is_slow_costs_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold the copy of iteration 2 until iteration 5: 4 is not copied, and 6 is. The end deletes all."""
+    gate, write, seen = threading.Event(), tensor_file.host_bytes, []
+
+    def slow(tensor: torch.Tensor) -> memoryview:
+        assert gate.wait(20)
+        return write(tensor)
+
+    options = {"load": str(tmp_path / "saved"), "memory_checkpoint_interval": 2}
+    options |= {"save_interval": 100, "memory_checkpoint_dir": str(tmp_path / "memory")}
+    config = small(write_corpus(tmp_path / "small"), tmp_path / "saved", 7, **options)
+    run = run_of(0, 1, config)
+    monkeypatch.setattr(tensor_file, "host_bytes", slow)
+    step = run.trainer.engine.train_step
+
+    def watched(iteration: int, batches: Any, samples: int) -> Any:
+        if iteration == 5:
+            gate.set()
+            while not run.checkpoints.memory_saver.idle:
+                time.sleep(0.01)
+        if iteration == 7:
+            assert run.checkpoints.memory_saver.finish() is not None
+            seen.extend(path.name for path in run.checkpoints.memory.folder.iterdir())
+            found = estimate.stage_bytes(run.config, run.mesh.layout, 0, "cpu").memory["host"]
+            assert found == run.trainer.engine.tracker.now["host"] == run.checkpoints.memory_saver.num_bytes > 0
+        return step(iteration, batches, samples)
+
+    run.trainer.engine.train_step = watched
+    with hearing() as said:
+        quietly(run)
+    assert sorted(seen) == ["iter_0000002", "iter_0000006"]
+    assert "iteration 4 is not saved in memory: 2 is still being copied" in said
+    assert not (tmp_path / "memory").exists() and names(tmp_path / "saved") == [7]
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("dp2 zero1", "aa"), ("dp2 zero0", "ab"), ("pp4 by hand", "abbc")])
+def test_the_memory_of_a_node_is_foretold(runs: Runs, name: str, nodes: str) -> None:
+    """Bytes of all tensors in the files of the fullest node."""
+    said = runs(name, 4, nodes).said
+    files = {node: [*runs.folder(node).rglob("*.safetensors")] for node in set(nodes)}
+    held = {f"{node}-0": sum(map(tensor_bytes, paths)) for node, paths in files.items()}
+    line = next(text for text in said if text.startswith("checkpoints in memory take at most "))
+    fullest = max(sorted(held), key=lambda node: held[node])
+    assert line.startswith(f"checkpoints in memory take at most {size(held[fullest])} of node {fullest}; "), held
+    assert ("there is no other node" in line) == (len(files) == 1)
+
+
+def tensor_bytes(path: Path) -> int:
+    """Bytes of a safetensors file after its header."""
+    content = path.read_bytes()
+    return len(content) - 8 - int.from_bytes(content[:8], "little")
+
+
+def test_too_little_memory_is_announced(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = MemoryCheckpoints(str(runs.memory), runs.disk, None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=159))
+    shard = LocalShard((10, 4), (0, 0), (10, 4), 0, 40, torch.zeros(40))
+    with hearing() as said:
+        memory.announce({"w": shard}, None)
+    assert said[0].startswith("WARNING: checkpoints in memory take at most 320 bytes of node ")
+    assert "; 159 bytes are free for them in " in said[0] and "copies will fail" in said[0]
+
+
+@pytest.mark.parametrize("fault", ["file", "owner"])
+def test_a_folder_that_cannot_be_used_is_refused(runs: Runs, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.memory.mkdir()
+    folder = runs.memory
+    if fault == "file":
+        folder = runs.memory / "file"
+        folder.touch()
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ValueError, match=f"--memory-checkpoint-dir {folder}"):
+        MemoryCheckpoints(str(folder), runs.disk, None)
+
+
+# -- nodes
+
+
+def test_nodes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of torchrun's nodes on one machine, one on another."""
+    places = [("x", "0"), ("x", "1"), ("y", "2"), ("x", "1")]
+    nodes = Nodes.of([Node(*place) for place in places], 3)
+    assert nodes == Nodes(("x-0", "x-1", "y-0"), ((0,), (1, 3), (2,)), 1, 1) and not nodes.leads
+    for name in ("MEGAZERO_NODE", "SLURMD_NODENAME", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert this_node() == Node(socket.gethostname(), "0")
+    for name, value, machine in (("SLURMD_NODENAME", "n7", "n7"), ("MEGAZERO_NODE", "a/b", "a_b")):
+        monkeypatch.setenv(name, value)
+        monkeypatch.setenv("GROUP_RANK", "3")
+        assert this_node() == Node(machine, "3")
+
+
+@pytest.mark.parametrize("shape", ["aabb", "aaabccc", "abbbb", "ab", "a", "aaa", "abca"])
+def test_each_file_has_a_keeper_on_the_next_node(shape: str) -> None:
+    """Both ranks of a pair take the same turn, and no rank has two partners of a kind in one."""
+    labels = [Node(letter, "0") for letter in shape]
+    turns: dict[tuple[int, int], int] = {}
+    for rank in range(len(shape)):
+        for turn, (to, source) in enumerate(Nodes.of(labels, rank).copies()):
+            if to is not None:
+                assert turns.setdefault((rank, to), turn) == turn
+            if source is not None:
+                assert turns.setdefault((source, rank), turn) == turn
+    order = sorted(set(shape), key=shape.index)
+    kept = {rank: shape[keeper] for rank, keeper in turns}
+    following = {letter: order[(at + 1) % len(order)] for at, letter in enumerate(order)}
+    assert kept == ({} if len(order) == 1 else {rank: following[letter] for rank, letter in enumerate(shape)})

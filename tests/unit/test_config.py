@@ -53,9 +53,10 @@ COMING: set[str] = set()
 # 158: --adam-moments and --master-weights.
 # 159: --optimizer-nvme-offload.
 # 160: --layout.
-# 162: --memory-checkpoint-interval and its folder.
-# 163: --elastic.
-NUM_OPTIONS = 163
+# 161: --mtbf.
+# 163: --memory-checkpoint-interval and its folder.
+# 164: --elastic.
+NUM_OPTIONS = 164
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {

@@ -95,6 +95,7 @@ FLIPPED = {
     "hidden-dropout": ("--hidden-dropout 0.5", ""),
     "world-size": ("--world-size 4", ""),
     "device-type": ("--device-type v100-32gb", ""),
+    "mtbf": ("--mtbf 40000", ""),
     "moe-plan-imbalance": ("--moe-plan-imbalance 1.5", f"{EXPERTS} --expert-model-parallel-size 2"),
 }
 # Flags that no plan can see -> a test that does; its file has the flag's name.

@@ -329,6 +329,7 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
         ),
         ("--plan --plan-search --world-size 8 --device-type b200", "use one"),
         ("--world-size 8", "--world-size 8 needs --plan or --plan-search"),
+        ("--mtbf 50000", "--mtbf 50000.0 needs --plan; add it, or drop --mtbf"),
         ("--num-experts 4 --architecture llama --moe-plan-imbalance 2", "--moe-plan-imbalance 2.0 needs --plan or"),
         ("--plan --device-type b200 --moe-plan-imbalance 2", "--moe-plan-imbalance 2.0 needs --num-experts E; add"),
         ("--plan --world-size 8 --device-type h10-80gb", "--device-type h10-80gb: .* did you mean h100-80gb"),

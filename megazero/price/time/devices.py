@@ -36,12 +36,16 @@ SECTIONS = {
 OPTIONAL = {
     "memory": ("communicator",),
     "host": ("memory_bandwidth", "nvme_bandwidth"),
+    "cluster": ("disk_bandwidth",),
     "compute": ("tf32", "attention_64"),
     "overhead": ("collective", "overlap"),
 }
 
 # Bytes/s of a rank. ZeRO-Infinity (arXiv 2104.07857) reaches about 25 GB/s of NVMe on a DGX-2 node, for 16 GPUs.
 NVME_BANDWIDTH = 1.6e9
+# Bytes/s of a device that writes to the cluster's file system, while all do. Llama 3's storage sustains 2 TB/s, for up
+# to 16,384 GPUs (arXiv 2407.21783, section 3.3.1).
+DISK_BANDWIDTH = 1.2e8
 
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
@@ -173,6 +177,11 @@ class Device:
     def nvme_bandwidth(self) -> float:
         """Bytes/s at which a rank reads and writes files, while all ranks of its node do."""
         return self.get("host.nvme_bandwidth", NVME_BANDWIDTH)
+
+    @property
+    def disk_bandwidth(self) -> float:
+        """Bytes/s at which a device writes to the cluster's file system and reads from it, while all do."""
+        return self.get("cluster.disk_bandwidth", DISK_BANDWIDTH)
 
     def attention(self, head_dim: int) -> float:
         """Return the fraction of the peak that fused attention reaches; heads of up to 64 have their own constant."""

@@ -1,0 +1,89 @@
+"""Failures: how often to save, and the share of time that is not lost (--plan --mtbf). Pure.
+
+Failures are independent and equally likely at any time, so that the time between them is exponential, with the mean of
+one device divided by their number. After a failure, the run starts again from its last checkpoint, which takes
+`restart` seconds; a failure during a restart begins it again.
+
+Note [goodput]: a run works for an interval T, saves for C, and loses all of it if it fails before the end of the save.
+With failures every M seconds, a stretch of T + C takes M e^(R/M) (e^((T+C)/M) - 1) seconds on average, restarts of R
+included (Daly 2006, "A higher order estimate of the optimum checkpoint interval", equation 20). Goodput is T over that.
+The best T is about sqrt(2 C M) (Young 1974), if that is much shorter than M.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from megazero.config.optimizers import BYTES
+from megazero.config.schema import Config
+from megazero.model.stage import declare
+from megazero.price.time.devices import Device
+
+SECONDS_PER_HOUR = 3600
+# From a failure to the load of a checkpoint: noticing it, starting processes on the nodes, building groups. Assumed.
+START_SECONDS = 60.0
+BOTH_COPIES = 0.01  # share of failures that take both copies in memory, such as a rack's: assumed
+SIZES = (64, 1024, 16384)  # devices, for comparison
+
+
+class Way(NamedTuple):
+    """A place of checkpoints.
+
+    Attributes:
+        name: disk or memory.
+        interval: seconds of training between two saves.
+        save, restart: seconds that training stops for a save, and for a failure besides the work that is lost.
+        goodput: share of time in steps that are kept.
+    """
+
+    name: str
+    interval: float
+    save: float
+    restart: float
+    goodput: float
+
+
+def best_interval(save: float, mtbf: float) -> float:
+    """Return the seconds between saves that lose least. save: seconds of one; mtbf: between failures of the job."""
+    return math.sqrt(2 * save * mtbf)
+
+
+def goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
+    """Return the share of time in steps that are kept; all in seconds. See Note [goodput]."""
+    stretch = (interval + save) / mtbf
+    if stretch + restart / mtbf > 700:  # e^700 is near the largest float
+        return 0.0
+    return interval / (mtbf * math.exp(restart / mtbf) * math.expm1(stretch))
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the bytes of a checkpoint: master weights and optimizer states, in fp32 or fp64."""
+    rules, each = config.optimizer.rules, max(4, BYTES[config.training.precision])
+    specs = declare(config.model).params()
+    numbers = ((math.prod(s.shape), rules.rule(s.matrices is not None, s.blocked)) for s in specs)
+    return sum(each * numel * (1 + len(rule.states)) for numel, rule in numbers)
+
+
+def ways(config: Config, device: Device, devices: int, hours: float) -> list[Way]:
+    """Return the best interval and the goodput of checkpoints on disk, and of those in memory and, rarely, on disk.
+
+    Args:
+        hours: between failures of one device.
+    """
+    mtbf, each = hours * SECONDS_PER_HOUR / devices, checkpoint_bytes(config) / devices
+    write, copy = each / device.disk_bandwidth, each / device["host.bandwidth"]
+    disk_save = copy if config.checkpoint.async_save else write
+    disk = _way("disk", disk_save, write, START_SECONDS + write, mtbf)
+    # the copy on another node passes the network, behind the next steps
+    sharing = min(devices, device.devices_per_node)
+    send = each * sharing / (device["cluster.bandwidth"] * device["cluster.fraction"])
+    memory = _way("memory", copy, send, START_SECONDS + send + copy, mtbf)
+    rare = _way("disk", disk_save, write, START_SECONDS + write, mtbf / BOTH_COPIES)
+    return [disk, memory._replace(goodput=memory.goodput * rare.goodput)]
+
+
+def _way(name: str, save: float, least: float, restart: float, mtbf: float) -> Way:
+    """Return the best way with saves that are at least `least` seconds apart."""
+    interval = max(least, best_interval(save, mtbf))
+    return Way(name, interval, save, restart, goodput(interval, save, restart, mtbf))
