@@ -2,7 +2,7 @@
 """Elastic runs on this machine: nodes of one rank that are killed, and come back.
 
     python benchmarks/elastic.py stress            4 nodes, one killed every 20 s for 10 minutes
-    python benchmarks/elastic.py times --rounds 5  seconds from a kill to the next step, beside plain torchrun
+    python benchmarks/elastic.py times --rounds 5  seconds from a kill to the next step, next to plain torchrun
 
 `stress` fails unless each step is logged once, with the samples and the loss of a run that nothing disturbed, and no
 generation repeats more steps than two intervals of checkpoints: a copy in flight does not count.
