@@ -82,7 +82,7 @@ def stress(options: Stress) -> None:
     names, draw = [chr(ord("a") + at) for at in range(options.nodes)], random.Random(options.seed)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as at:
         folder = Path(at)
-        run = ElasticRun(folder, f"1:{options.nodes}", flags(folder, options.interval, not options.disk), wait=5)
+        run = ElasticRun(folder, f"1:{options.nodes}", flags(folder, options.interval, not options.disk))
         with run:
             run.start(*names)
             run.trained(1)

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.cli import metrics, pretrain
-from tests.helpers.elastic import ElasticRun
+from tests.helpers.elastic import LOST_SECONDS, NEVER_LOST, ElasticRun
 from tests.helpers.programs import runs
 
 STAND_IN = Path(__file__).with_name("elastic_rank.py")
 
 
-def counting(folder: Path, nodes: str, *words: object, wait: float = 1) -> ElasticRun:
+def counting(folder: Path, nodes: str, *words: object, lost: int = NEVER_LOST) -> ElasticRun:
     """A run of the stand-in, which does 20 steps per second."""
-    return ElasticRun(folder, nodes, list(words), STAND_IN, wait)
+    return ElasticRun(folder, nodes, list(words), STAND_IN, lost)
 
 
 def test_a_lost_node_is_noticed_and_one_that_comes_back_is_taken_in(tmp_path):
-    with counting(tmp_path, "2:3", 10**6) as run:
+    with counting(tmp_path, "2:3", 10**6, lost=LOST_SECONDS) as run:
         run.start("a", "b", "c")
         run.generation(0, "a", "b", "c")
         run.kill("b")
@@ -62,9 +62,12 @@ def test_a_run_that_never_trained_is_not_tried_again(tmp_path):
 
 
 def test_too_few_nodes_wait_for_a_while(tmp_path):
-    with counting(tmp_path, "2:2", 10**6, wait=0.2) as run:
-        run.start("a", "b")
-        run.generation(0)
+    with counting(tmp_path, "2:2", 10**6, lost=LOST_SECONDS) as run:
+        run.start("b")
+        run.until(lambda: "waiting for 2 nodes, for at most 5 minutes" in run.said("b"))
+        run.wait = 0.2
+        run.start("a")
+        run.generation(0, "a", "b")
         run.kill("b")
         assert run.end() == {"a": 1}
         assert "launch.sh: waiting for 2 nodes, for at most 0.2 minutes (--wait)" in run.said("a")

@@ -17,21 +17,27 @@ from typing import Any
 from tests.helpers.programs import ROOT, WarmProgram, descendants, free_port
 
 STORE = "elastic_store.py"  # in the command of the store's process
-LOST_SECONDS = 4
+LOST_SECONDS = 8  # as a user's
+NEVER_LOST = 600  # where no node is lost, and the machine may be busy
 
 
 class ElasticRun:
     """A run on nodes of one rank. Close it: a `with` ends all that it started."""
 
-    def __init__(self, folder: Path, nodes: str, flags: list[object], program: Path | None = None, wait: float = 1):
+    def __init__(
+        self, folder: Path, nodes: str, flags: list[object], program: Path | None = None, lost: int = LOST_SECONDS
+    ) -> None:
         """Prepare a run.
 
         Args:
             nodes: MIN:MAX.
             program: instead of pretrain_gpt.py, a program that takes `folder` and `flags`.
-            wait: minutes to wait for MIN nodes.
+            lost: seconds without a sign of life after which a node is lost.
+
+        `wait` is the minutes that nodes started next wait for MIN nodes.
         """
-        self.folder, self.nodes, self.flags, self.wait = folder, nodes, [str(flag) for flag in flags], wait
+        self.folder, self.nodes, self.flags, self.wait = folder, nodes, [str(flag) for flag in flags], 5.0
+        self.lost = lost
         self.port, self.program = free_port(), program
         self.running: dict[str, subprocess.Popen[bytes] | WarmProgram] = {}
 
@@ -47,7 +53,7 @@ class ElasticRun:
     def start(self, *names: str) -> None:
         """Start nodes; one of a name that was lost is that machine, which came back."""
         for name in names:
-            env = {"MEGAZERO_NODE": name, "OMP_NUM_THREADS": "1", "ELASTIC_LOST_SECONDS": str(LOST_SECONDS)}
+            env = {"MEGAZERO_NODE": name, "OMP_NUM_THREADS": "1", "ELASTIC_LOST_SECONDS": str(self.lost)}
             out = self.folder / f"node-{name}.log"
             self.running[name] = self._warm(env, out) if self.program else self._cold(env, out)
 
