@@ -33,7 +33,7 @@ def test_a_lost_node_is_noticed_and_one_that_comes_back_is_taken_in(tmp_path):
         assert [line.split(", ")[0] for line in began] == [
             f"generation {n}: {k} nodes" for n, k in enumerate((3, 2, 3))
         ]
-        assert "generation 2: 3 nodes" in run.said("b") and "launch.sh" not in run.everything()
+        assert "generation 2: 3 nodes" in run.said("b") and "failure" not in run.everything()
         (tmp_path / "count").write_text(str(10**6))
         assert run.end() == {"a": 0, "b": 0, "c": 0}
         while run.store() is not None:  # it ends too
@@ -61,6 +61,7 @@ def test_a_run_that_never_trained_is_not_tried_again(tmp_path):
             assert "failures in a row" not in run.said(name)
 
 
+@pytest.mark.slow
 def test_too_few_nodes_wait_for_a_while(tmp_path):
     with counting(tmp_path, "2:2", 10**6, lost=LOST_SECONDS) as run:
         run.start("b")
@@ -84,6 +85,7 @@ def test_a_lost_store_ends_the_run(tmp_path):
         assert "is gone, with its process or its machine" in run.said("a") + run.said("b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_frozen_moment_changes_nothing(tmp_path, which):
     """An agent or a rank is frozen for less time than makes a node a lost one."""
