@@ -282,6 +282,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     from megazero.huggingface.export import export_run
     from megazero.huggingface.loading import open_weights
     from megazero.observe import start_report
+    from megazero.observe.start_clock import StartClock, process_start
     from megazero.observe.watchdog import Watchdog
     from megazero.run import relayout
     from megazero.run.checkpoints import Checkpoints
@@ -290,8 +291,12 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     from megazero.run.run import TrainingRun
     from megazero.run.trainer import Trainer
 
+    clock = StartClock(process_start())
+    clock.mark("process")
     plan = prepare(command._replace(config=relayout.resuming(command.config)), world)
+    clock.mark("checks")
     mesh, screen = connect(plan)
+    clock.mark("joining")
     command, config, datasets, tokenizer, hosts = (
         plan.command,
         plan.config,
@@ -313,7 +318,9 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     precision, exports = config.training.precision, None
     if config.checkpoint.save_hf and config.trains:
         exports = Exports(saves, lambda path, output: export_run(path, output, precision))
-    run = TrainingRun(trainer, saves, Wishes(signals, plan.clock, stop_file), command, exports, plan.started)
+    clock.mark("model")
+    wishes = Wishes(signals, plan.clock, stop_file)
+    run = TrainingRun(trainer, saves, wishes, command, exports, clock, plan.started)
     if world.rank == 0:
         details = start_report.details(config, plan.layout, plan.machine, hosts, environment(), trainer.choices)
         start_report.hand_out(config, screen, details)

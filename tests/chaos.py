@@ -1,8 +1,9 @@
 """Kills and damages at random: `make chaos`, or `python -m tests.chaos --kills 100 --damages 1000`.
 
-Kills: a run of real ranks saves after every iteration or two, in the background or not. One rank or all are killed by
-SIGKILL at a random moment, saves included, and the run is started again in the same folder, until it is done. Each loss
-of any attempt must be that of a run that was never killed, bit for bit, and the last checkpoint must be whole.
+Kills: a run of real ranks saves after every iteration or two, in the background or not, or into the memory of nodes, of
+one rank each, and every fourth to the disk. One rank or all are killed by SIGKILL at a random moment, saves included,
+and the run is started again in the same folder, until it is done. Each loss of any attempt must be that of a run that
+was never killed, bit for bit, and the last checkpoint must be whole.
 Disk full: the same, with a limit on the size of files on a random rank in place of the kill.
 Damages: a byte, a cut, or a missing file in a checkpoint; each must be found, in a sentence.
 """
@@ -44,6 +45,7 @@ def serve(rank: int, world: int, store: str, config: Any, every: int, log: str, 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ["MEGAZERO_NODE"] = f"node{rank}"
     if file_limit:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
@@ -71,10 +73,15 @@ def serve(rank: int, world: int, store: str, config: Any, every: int, log: str, 
 class Attempts:
     """Attempts at one run, in a folder of its own."""
 
-    def __init__(self, name: str, folder: Path, corpus: str, background: bool, every: int) -> None:
+    def __init__(
+        self, name: str, folder: Path, corpus: str, background: bool, every: int, memory_every: int = 0
+    ) -> None:
         self.world, self.folder, self.every = LAYOUTS[name][0], folder, every
         root = str(folder / "saved")
-        config = configured(name, corpus, ITERATIONS, "fp32", save=root, load=root, async_save=background, keep_last=3)
+        options = {"save": root, "load": root, "async_save": background, "keep_last": 3}
+        if memory_every:
+            options |= {"memory_checkpoint_interval": memory_every, "memory_checkpoint_dir": str(folder / "memory")}
+        config = configured(name, corpus, ITERATIONS, "fp32", **options)
         parallel = replace(config.parallel, distributed_timeout_minutes=TIMEOUT_SECONDS / 60)
         self.config = replace(config, parallel=parallel)
         self.context = mp.get_context("forkserver")
@@ -122,13 +129,14 @@ def kills(number: int, seed: int, say: Any = print) -> Counter[str]:
         took: dict[str, float] = {}
         while found["kills"] < number:
             name, background, every = draw.choice(SMALL), draw.random() < 0.5, draw.choice([1, 2])
+            in_memory = draw.random() < 0.5
             if name not in wanted:
                 whole = Attempts(name, Path(folder, f"whole {len(wanted)}"), corpus, False, 1)
                 whole.folder.mkdir()
                 began = time.monotonic()
                 assert whole.once() == [0] * whole.world, whole.said()
                 wanted[name], took[name] = whole.losses(), time.monotonic() - began
-            run = Attempts(name, Path(folder, "run"), corpus, background, every)
+            run = Attempts(name, Path(folder, "run"), corpus, background, *((4, every) if in_memory else (every,)))
             run.folder.mkdir()
             done = False
             while not done:
@@ -137,6 +145,9 @@ def kills(number: int, seed: int, say: Any = print) -> Counter[str]:
                 done = codes == [0] * run.world
                 found["kills"] += not done
                 found["kills with background saves"] += background and not done
+                found["kills with saves in memory"] += in_memory and not done
+                partial = in_memory and not done and [*run.folder.glob("memory/*/*/.iter_*.partial")]
+                found["kills during a save in memory"] += bool(partial)
                 found["kills of one of two ranks"] += len(some) < run.world and not done
                 left = list((run.folder / "saved").glob(".iter_*.partial")) if not done else []
                 found["kills during a save"] += bool(left)

@@ -68,8 +68,13 @@ def together(action: str, group: Group, local: Callable[[], T], combine: Callabl
     return answer
 
 
-def from_rank_0(function: Callable[[], T], group: Group, source: int = 0) -> T:
-    """Call the function on rank 0, or on `source`, alone; return its result, or raise its exception, on every rank."""
+def from_rank_0(function: Callable[[], T], group: Group) -> T:
+    """Call the function on rank 0 alone; return its result, or raise its exception, on every rank."""
+    return from_rank(0, function, group)
+
+
+def from_rank(source: int, function: Callable[[], T], group: Group) -> T:
+    """Call the function on rank `source` alone; return its result, or raise its exception, on every rank."""
     outcome: list[Any] = [None, None]
     if rank_of(group) == source:
         outcome = list(_attempt(function))

@@ -101,7 +101,7 @@ def _find_under(load: Path, known: Mapping[str, str], exact: bool, faults: list[
     except Damaged as error:
         faults.append(str(error))
     candidates = _branch(folders, named)
-    if candidates and named is not None and _iteration(candidates[0]) != _iteration(Path(named)):
+    if candidates and named is not None and iteration_of(candidates[0]) != iteration_of(Path(named)):
         faults.append(f"{named}, which `latest` names, is gone")
     for folder in candidates:
         fault = _brief(folder, known[folder.name]) if folder.name in known else _fault(folder)
@@ -128,22 +128,22 @@ def _find_under(load: Path, known: Mapping[str, str], exact: bool, faults: list[
 
 def _branch(folders: list[Path], named: str | None) -> list[Path]:
     """Return the folders to try, best first. See Note [Which one]."""
-    limit = None if named is None else _iteration(Path(named))
-    newest_first = sorted(folders, key=lambda folder: (_save_number(folder), _iteration(folder)), reverse=True)
-    chosen = [folder for folder in newest_first if _iteration(folder) == limit]
+    limit = None if named is None else iteration_of(Path(named))
+    newest_first = sorted(folders, key=lambda folder: (save_number(folder), iteration_of(folder)), reverse=True)
+    chosen = [folder for folder in newest_first if iteration_of(folder) == limit]
     for folder in newest_first:
-        if limit is None or _iteration(folder) < limit:
+        if limit is None or iteration_of(folder) < limit:
             chosen.append(folder)
-            limit = _iteration(folder)
+            limit = iteration_of(folder)
     return chosen
 
 
 def next_save_number(root: Path) -> int:
     """Return the number of the next save into `root`: larger than those of all checkpoints there."""
-    return 1 + max((_save_number(folder) for folder in checkpoints(root)), default=0)
+    return 1 + max((save_number(folder) for folder in checkpoints(root)), default=0)
 
 
-def _save_number(folder: Path) -> int:
+def save_number(folder: Path) -> int:
     """Return the number in a save's state; 0 if it has none."""
     number = unchecked_state(folder).get("save_number")
     return number if isinstance(number, int) else 0
@@ -173,7 +173,7 @@ def prune(root: Path, keep_last: int, keep_every: int = 0, run: str = "") -> Non
     ours = [folder for folder, state in states.items() if state.get("run", "") == run or folder.name == named]
     last = next((at for at, folder in enumerate(ours) if folder.name == named), len(ours) - 1)
     kept = set(ours[: last + 1][-keep_last:])
-    kept |= {folder for folder in ours if keep_every and _iteration(folder) % keep_every == 0}
+    kept |= {folder for folder in ours if keep_every and iteration_of(folder) % keep_every == 0}
     kept |= set([folder for folder in ours[: last + 1] if states[folder].get("sound") is not False][-1:])
     for folder in ours:
         if folder not in kept:
@@ -246,11 +246,11 @@ def checkpoints(root: Path) -> list[Path]:
     if root.is_dir():
         for entry in sorted(os.scandir(root), key=lambda entry: entry.name):  # '.iter...' sorts before 'iter...'
             if (_NAME.fullmatch(entry.name) or _ASIDE.fullmatch(entry.name)) and entry.is_dir():
-                found[_iteration(Path(entry.name))] = root / entry.name
+                found[iteration_of(Path(entry.name))] = root / entry.name
     return [found[iteration] for iteration in sorted(found)]
 
 
-def _iteration(folder: Path) -> int:
+def iteration_of(folder: Path) -> int:
     return int(folder.name.strip(".").removesuffix(REPLACED).removeprefix("iter_"))
 
 

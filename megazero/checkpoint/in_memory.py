@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazero.checkpoint.agreement import Group, from_rank_0, gather_all, rank_of, together
+from megazero.checkpoint.agreement import Group, from_rank, from_rank_0, gather_all, rank_of, together
 from megazero.checkpoint.api import NOTHING, check
-from megazero.checkpoint.folders import checkpoints, folder_name, next_save_number
+from megazero.checkpoint.folders import checkpoints, folder_name, iteration_of, next_save_number, save_number
 from megazero.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -42,7 +42,6 @@ from megazero.checkpoint.manifest import (
     parse_manifest,
     read_manifest_bytes,
     read_state,
-    unchecked_state,
     write_durably,
 )
 from megazero.checkpoint.manifest import manifest_text as text_of
@@ -138,6 +137,7 @@ class MemoryCheckpoints:
         path, self.identity, self.number = from_rank_0(
             lambda: (os.path.abspath(save), _identity(save), next_save_number(save)), group
         )
+        self.given = base
         self.base = Path(base or SHARED_MEMORY.format(os.getuid()))
         self.folder = self.base / hashlib.sha256(path.encode()).hexdigest()[:12] / self.nodes.names[self.nodes.mine]
         self.newest: int | None = None
@@ -146,9 +146,10 @@ class MemoryCheckpoints:
     def _make(self) -> None:
         try:
             self.base.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self.base.stat().st_uid != os.getuid():  # it may be in a folder where everyone can write
-                raise ValueError(f"--memory-checkpoint-dir {self.base} belongs to another user; name another folder")
             self.folder.mkdir(parents=True, exist_ok=True)
+            for folder in (self.folder.parent, *([] if self.given else [self.base])):
+                if folder.stat().st_uid != os.getuid():  # everyone can make folders in /dev/shm
+                    raise ValueError(f"--memory-checkpoint-dir: {folder} belongs to another user; name another folder")
         except OSError as error:
             raise ValueError(f"--memory-checkpoint-dir {self.base}: {explain(error)}") from None
 
@@ -261,12 +262,11 @@ class MemoryCheckpoints:
                     shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:
-        """Delete the folder of this node, and those around it that are empty."""
+        """Delete the folder of this node."""
         if self.nodes.leads:
             shutil.rmtree(self.folder, ignore_errors=True)
-            for folder in (self.folder.parent, self.base):
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
+            with contextlib.suppress(OSError):  # that of the run has other nodes' folders, if they are simulated
+                self.folder.parent.rmdir()
 
     # -- load
 
@@ -275,8 +275,7 @@ class MemoryCheckpoints:
         mine = [held for held in map(self._held, checkpoints(self.folder) if self.nodes.leads else []) if held]
         everyone = gather_all(mine, group)
         found, faults = whole([everyone[ranks[0]] for ranks in self.nodes.ranks])
-        state = from_rank_0(lambda: unchecked_state(disk) if disk else {}, group)
-        number, iteration = state.get("save_number", 0), state.get("iteration", 0)
+        number, iteration = from_rank_0(lambda: (save_number(disk), iteration_of(disk)) if disk else (0, 0), group)
         newer = [
             each._replace(disk=iteration) for each in found if each.save_number > number and each.iteration > iteration
         ]
@@ -300,12 +299,12 @@ class MemoryCheckpoints:
 
     def read_state(self, found: InMemory, group: Group) -> dict[str, Any]:
         """Return the state of a checkpoint, from a node that has it."""
-        return from_rank_0(lambda: read_state(self.folder / found.name), group, self.nodes.ranks[found.nodes[0]][0])
+        return from_rank(self.nodes.ranks[found.nodes[0]][0], lambda: read_state(self.folder / found.name), group)
 
     def load(self, found: InMemory, shards: Mapping[str, LocalShard], group: Group, *, partial: bool = False) -> None:
         """Fill the shards, as `api.load`; a damaged chunk is taken from the other copy, with a warning."""
         path = self.folder / found.name
-        raw = from_rank_0(lambda: read_manifest_bytes(path), group, self.nodes.ranks[found.nodes[0]][0])
+        raw = from_rank(self.nodes.ranks[found.nodes[0]][0], lambda: read_manifest_bytes(path), group)
         content = parse_manifest(path, raw)
         check(path, content, shards, group, partial)
         reader, count = ChunkReader(path, content), len(self.nodes.ranks)
@@ -413,7 +412,7 @@ def _read(reader: ChunkReader, chunks: Sequence[tuple[str, StoredChunk]]) -> Ite
 def _take(wanted: Sequence[Wanted], found: Iterable[torch.Tensor]) -> list[Wanted]:
     """Copy the bytes of chunks to their targets; return the chunks that were damaged."""
     left = []
-    for each, data in zip(wanted, found, strict=True):
+    for each, data in zip(wanted, found, strict=True):  # strict: runs `exchange` to its end, which sends the rest
         (_, chunk), targets = each
         if not len(data):
             left.append(each)

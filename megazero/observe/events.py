@@ -26,7 +26,9 @@ from megazero.config.schema import Config
 from megazero.log import log
 from megazero.model.stage import declare
 from megazero.observe.progress_line import Record
-from megazero.observe.report.runs import EVENTS
+from megazero.observe.report.lost_time import goodput_line
+from megazero.observe.report.runs import EVENTS, read_run
+from megazero.observe.start_clock import Lost, StartClock
 from megazero.plan.layout.layers import active_parameters, num_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,14 +38,15 @@ GIT_SECONDS = 2.0
 class RunEvents:
     """Records the start and the end of a run in its log folder, and writes its report."""
 
-    def __init__(self, command: Command | None, config: Config, mesh: Mesh) -> None:
+    def __init__(self, command: Command | None, config: Config, mesh: Mesh, clock: StartClock | None = None) -> None:
         """Prepare to write, on rank 0 of a run with --log-dir; elsewhere, do nothing.
 
         Args:
             command: the command line; None: there was none.
             config: resolved.
+            clock: of this start; None: it begins here.
         """
-        self.command, self.config, self.mesh = command, config, mesh
+        self.command, self.config, self.mesh, self.clock = command, config, mesh, clock or StartClock()
         self.folder = Path(config.log.log_dir) if config.log.log_dir and mesh.rank == 0 else None
         self.started: int | None = None  # after which iteration; None: there was nothing to do
 
@@ -58,23 +61,30 @@ class RunEvents:
             "environment": environment(self.mesh),
         }
 
-    def start(self, iteration: int) -> None:
-        """Record a start after `iteration`. A start at 0 deletes the events of an older run."""
+    def start(self, iteration: int, lost: Lost) -> None:
+        """Record a start after `iteration`, and the time since the last record of the run, if any.
+
+        A start at 0 deletes the events of an older run.
+        """
         self.started = iteration
         if self.folder is not None:
-            event = {"event": "start", "time": now(), "iteration": iteration, "command": sys.argv}
-            self._add(event | {"config": asdict(self.config)} | self.about, "w" if iteration == 0 else "a")
+            event = {**_event("start", iteration), "command": sys.argv, "seconds": self.clock.parts}
+            event |= {"lost_iterations": lost.iterations, "lost_seconds": lost.seconds}
+            event["down_seconds"] = max(0.0, self.clock.began - lost.until) if iteration else 0.0
+            self._add(event | {"config": asdict(self.config)} | self.about, "a" if iteration else "w")
 
     def end(self, iteration: int, why: str) -> None:
         """Record an end after `iteration`, and write report.html if there were iterations."""
         if self.folder is None or self.started is None:
             return
-        self._add({"event": "end", "time": now(), "iteration": iteration, "why": why})
+        self._add(_event("end", iteration) | {"why": why})
         if iteration == self.started:
             return
         from megazero.observe.report.page import write_report
 
         try:
+            if line := goodput_line(read_run(self.folder)):
+                log.info(f"goodput   {line}")
             log.info(f"report    {write_report(self.folder)}")
         except Exception as error:
             log.warning(f"no report.html: {type(error).__name__}: {error}")
@@ -83,7 +93,7 @@ class RunEvents:
         """Record an end by an error. Write no report, because other ranks may be waiting to hear of the error."""
         if self.started is not None:
             why = f"{type(error).__name__}: {error}"
-            self._add({"event": "end", "time": now(), "iteration": iteration, "why": why})
+            self._add(_event("end", iteration) | {"why": why})
 
     def _add(self, event: Record, mode: str = "a") -> None:
         if self.folder is None:
@@ -95,8 +105,10 @@ class RunEvents:
             log.warning(f"{self.folder / EVENTS} lacks an event: {error}")
 
 
-def now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+def _event(name: str, iteration: int) -> Record:
+    now = time.time()
+    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    return {"event": name, "time": written, "at": now, "iteration": iteration}
 
 
 def environment(mesh: Mesh) -> dict[str, Any]:

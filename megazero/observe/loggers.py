@@ -16,6 +16,7 @@ from megazero.config.schema import Config
 from megazero.files import OutputFile, explain, read_regular, replace_file
 from megazero.log import log
 from megazero.observe.progress_line import InUse, ProgressLine, Record
+from megazero.observe.start_clock import Lost
 
 
 class Writer(Protocol):
@@ -69,10 +70,15 @@ def open_writers(
 
 
 class Writers:
-    """All of a run's writers. One that raises is dropped with a warning, because logging must not end a run."""
+    """All of a run's writers. One that raises is dropped with a warning, because logging must not end a run.
+
+    Attributes:
+        lost: the iterations that this run computes again.
+    """
 
     def __init__(self, writers: list[Writer]) -> None:
         self.writers = writers
+        self.lost = next((writer.lost for writer in writers if isinstance(writer, MetricsFile)), Lost())
 
     def write(self, record: Record) -> None:
         for writer in list(self.writers):
@@ -96,7 +102,12 @@ class MetricsFile:
     """A file with one JSON object per iteration and line.
 
     Lines that cannot be written, because the disk is full, are kept and written with the next one.
+
+    Attributes:
+        lost: the lines that a resume has cut.
     """
+
+    lost = Lost()
 
     def __init__(self, path: Path, start_iteration: int | None) -> None:
         """Open the file; OSError or ValueError if it is not a file that can be written.
@@ -109,7 +120,8 @@ class MetricsFile:
             os.replace(path, path.with_name("metrics.previous.jsonl"))
         elif path.exists():
             last = math.inf if start_iteration is None else start_iteration
-            lines = read_regular(path).decode(errors="replace").splitlines()
+            lines, written = read_regular(path).decode(errors="replace").splitlines(), path.stat().st_mtime
+            self.lost = _lost([line for line in lines if _iteration(line) > last], written)
             replace_file(path, "".join(line + "\n" for line in lines if _iteration(line) <= last))
         self.path, self.pending = path, list[bytes]()
         self.file = OutputFile(path, at=path.stat().st_size if path.exists() else 0)
@@ -129,6 +141,12 @@ class MetricsFile:
         if self.pending:
             log.warning(f"{self.path} lacks the last {len(self.pending)} iterations, which could not be written")
         self.file.close()
+
+
+def _lost(lines: list[str], written: float) -> Lost:
+    """Count whole lines. written: Unix time of the last one."""
+    seconds = [json.loads(line).get("step_seconds") or 0.0 for line in lines if math.isfinite(_iteration(line))]
+    return Lost(len(seconds), sum(seconds), written)
 
 
 def _iteration(line: str) -> float:

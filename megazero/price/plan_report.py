@@ -148,6 +148,10 @@ def summary(plan: Plan) -> list[str]:
         lines.append(f"host memory: {host * each / 1e9:.1f} GB per node for {' and '.join(held)}")
         if files := max(stage.memory["nvme"] for stage in plan.stages):
             lines.append(f"files: {files * each / 1e9:.1f} GB per node in --optimizer-nvme-offload")
+        if plan.config.checkpoint.memory_checkpoint_interval:
+            nodes = -(-plan.layout.world_size // each)
+            kept = goodput.checkpoint_bytes(plan.config) * (4 if nodes > 1 else 2) / nodes  # two of each copy
+            lines.append(f"checkpoints in memory: {kept / 1e9:.1f} GB per node in --memory-checkpoint-dir")
     return lines + [f"limit: {line}" for line in advice(plan)]
 
 

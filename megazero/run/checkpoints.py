@@ -68,7 +68,6 @@ class Checkpoints:
         if config.checkpoint.memory_checkpoint_interval and config.trains:
             base, group = config.checkpoint.memory_checkpoint_dir, self.mesh.host_group
             self.memory = checkpoint.MemoryCheckpoints(base, Path(config.checkpoint.save), group)
-            self.memory.announce(engine.shards(), group)
             self.memory_saver = checkpoint.BackgroundSaver(minutes, self.memory.save, engine.tracker)
         self.saving_since = 0.0
         self.reading: Future[None] | None = None  # an export, which reads the newest checkpoint
@@ -243,6 +242,8 @@ class Checkpoints:
         """
         memory, group, options = self.memory, self.mesh.host_group, self.config.checkpoint
         assert memory is not None
+        with self.mesh.world.peer_errors("planning checkpoints in memory"):
+            memory.announce(self.engine.shards(), group)
         if not options.load or Path(options.load).resolve() != Path(options.save).resolve() or options.finetune:
             memory.settle(None)
             return None

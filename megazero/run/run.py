@@ -11,6 +11,7 @@ from megazero.config.cli import Command
 from megazero.log import log
 from megazero.observe.events import RunEvents
 from megazero.observe.loggers import Writers, open_writers
+from megazero.observe.start_clock import StartClock
 from megazero.run.checkpoints import Checkpoints
 from megazero.run.evaluation import Evaluation, Stopped, line
 from megazero.run.exports import Exports
@@ -31,6 +32,7 @@ class TrainingRun:
         wishes: Wishes,
         command: Command | None = None,
         exports: Exports | None = None,
+        clock: StartClock | None = None,
         elastic: str = "",
     ) -> None:
         """Take the parts of a run.
@@ -38,10 +40,10 @@ class TrainingRun:
         Args:
             wishes: the requests to save or stop that this rank sees.
             command: its flags go into config.toml.
+            clock: of the parts of this start; None: it begins here.
             elastic: the nodes and the layout of this start, with --elastic.
         """
-        self.elastic = elastic
-        self.exports = exports
+        self.exports, self.clock, self.elastic = exports, clock or StartClock(), elastic
         self.trainer, self.checkpoints, self.wishes, self.command = trainer, checkpoints, wishes, command
         self.config, self.mesh, self.watchdog = trainer.config, trainer.mesh, trainer.watchdog
 
@@ -56,12 +58,13 @@ class TrainingRun:
         load, trainer.progress = self.checkpoints.resume(load)
         progress, last = trainer.progress, config.training.train_iters
         self.describe(load)
-        events, stop = RunEvents(self.command, config, self.mesh), None
+        self.clock.mark("checkpoint")
+        events, stop = RunEvents(self.command, config, self.mesh, self.clock), None
         writers = self._open_writers(events)
         if self.exports is not None:
             self.exports.resume(progress)
         if progress.iteration < last:
-            events.start(progress.iteration)
+            events.start(progress.iteration, writers.lost)
             agent.leave(agent.BEGAN, str(progress.iteration))
         try:
             while progress.iteration < last and (stop := self._stop()) is None:

@@ -5,6 +5,7 @@ Real processes and signals. Time-outs are short, because the tests wait for them
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -232,8 +233,14 @@ def test_a_disk_that_fails_or_a_kill_loses_no_more_than_other_runs_do(
     assert sentence in failing.end() and "Traceback" not in failing.said
     assert list(folder.iterdir()) == []
     whole.end(0)
-    start([[*flags, "--train-iters", 9, *saves]])[0].end(0)
+    recorded = len(losses(tmp_path / "a"))
+    resumed = start([[*flags, "--train-iters", 9, *saves]])[0]
+    assert re.search(r"goodput   [0-9.]+% of \d+:\d\d in steps that are kept; ", resumed.end(0))
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    events = [json.loads(line) for line in (tmp_path / "a" / "events.jsonl").read_text().splitlines()]
+    again = [event for event in events if event["event"] == "start"][1]
+    assert again["lost_iterations"] == recorded - again["iteration"]
+    assert list(again["seconds"]) == ["process", "checks", "joining", "model", "checkpoint"]
 
 
 @pytest.mark.slow
@@ -361,4 +368,4 @@ def test_a_killed_run_resumes_from_memory(start: Start, model: list[object], tmp
     whole[0].end(exit_code=0)
     losses = [[(each["iteration"], each["loss"]) for each in metrics(tmp_path / name)] for name in ("killed", "whole")]
     assert losses[0] == losses[1] and len(losses[0]) == 40
-    assert not (tmp_path / "memory").exists()
+    assert not [*(tmp_path / "memory").iterdir()]

@@ -107,7 +107,10 @@ def train(
                 see(*found[-1])
             if save_every and run.trainer.progress.iteration % save_every == 0:
                 run.checkpoints.save(run.trainer.progress)
+            if run.trainer.due(config.checkpoint.memory_checkpoint_interval):
+                run.checkpoints.save_in_memory(run.trainer.progress)
         run.checkpoints.save(run.trainer.progress, last=True)
+        run.checkpoints.end_in_memory(run.trainer.progress)
     run.trainer.train_batches.close()
     run.trainer.engine.wait()
     return found

@@ -140,7 +140,7 @@ def paper(tp: int, sequence: bool, recompute: str) -> tuple[Config, Layout]:
     config = Config(
         model=model,
         training=TrainingConfig(2, precision="bf16"),
-        parallel=ParallelConfig(tp, sequence_parallel=sequence),
+        parallel=ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sequence),
         activations=ActivationConfig(recompute),  # type: ignore[arg-type]
     )
     return resolve(config, tp, 0, declare)

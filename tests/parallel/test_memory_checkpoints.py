@@ -29,9 +29,14 @@ from megazero.checkpoint import LocalShard, MemoryCheckpoints, tensor_file
 from megazero.checkpoint.in_memory import Held, whole
 from megazero.checkpoint.nodes import Nodes
 from megazero.comm.launch.world import Node, this_node
+from megazero.config.cli import parse
 from megazero.config.schema import Config
 from megazero.log import log
+from megazero.model.stage import declare
+from megazero.plan.layout.layers import num_parameters
 from megazero.price.bytes import estimate
+from megazero.price.plan import make_plan, plan_config
+from megazero.price.plan_report import summary
 from megazero.run.resume import find_checkpoint
 from megazero.units import size
 from tests.helpers.chains import LAYOUTS, Curve, configured, deviation, make_corpus
@@ -392,7 +397,7 @@ def test_a_copy_that_is_slow_costs_the_next(tmp_path: Path, monkeypatch: pytest.
         quietly(run)
     assert sorted(seen) == ["iter_0000002", "iter_0000006"]
     assert "iteration 4 is not saved in memory: 2 is still being copied" in said
-    assert not (tmp_path / "memory").exists() and names(tmp_path / "saved") == [7]
+    assert not [*(tmp_path / "memory").iterdir()] and names(tmp_path / "saved") == [7]
 
 
 @pytest.mark.parametrize(("name", "nodes"), [("dp2 zero1", "aa"), ("dp2 zero0", "ab"), ("pp4 by hand", "abbc")])
@@ -405,6 +410,20 @@ def test_the_memory_of_a_node_is_foretold(runs: Runs, name: str, nodes: str) -> 
     fullest = max(sorted(held), key=lambda node: held[node])
     assert line.startswith(f"checkpoints in memory take at most {size(held[fullest])} of node {fullest}; "), held
     assert ("there is no other node" in line) == (len(files) == 1)
+
+
+@pytest.mark.parametrize(("world", "times"), [(4, 2.0), (8, 2.0), (16, 2.0), (32, 1.0)])
+def test_a_plan_has_the_memory_of_a_node(world: int, times: float) -> None:
+    """Nodes of eight devices hold a checkpoint, of weights and two moments in fp32, once or twice."""
+    flags = (
+        "--plan --device-type h100-80gb --num-layers 4 --hidden-size 2048 --num-attention-heads 16 --vocab-size 50304 "
+    )
+    flags += f"--global-batch-size 32 --world-size {world} --save x --memory-checkpoint-interval 5"
+    config, layout, device = plan_config(parse(flags.split()))
+    lines, whole = summary(make_plan(config, layout, device)), 12 * num_parameters(declare(config.model)) / 1e9
+    assert f"checkpoints in memory: {times * whole:.1f} GB per node in --memory-checkpoint-dir" in lines
+    staged = f"host memory: {whole * min(8, world) / world:.1f} GB per node for checkpoints on their way to memory"
+    assert staged in lines
 
 
 def tensor_bytes(path: Path) -> int:
@@ -432,7 +451,7 @@ def test_a_folder_that_cannot_be_used_is_refused(runs: Runs, fault: str, monkeyp
         folder.touch()
     else:
         monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(ValueError, match=f"--memory-checkpoint-dir {folder}"):
+    with pytest.raises(ValueError, match=f"--memory-checkpoint-dir:? {folder}"):
         MemoryCheckpoints(str(folder), runs.disk, None)
 
 

@@ -23,7 +23,7 @@ def resolved(activations: ActivationConfig, **parallel: object) -> tuple[Config,
     config = Config(
         model=ModelConfig(5, 64, 256, 4, 16, 101),
         training=TrainingConfig(micro_batch_size=3, global_batch_size=6, precision="bf16"),
-        parallel=ParallelConfig(2, **parallel),  # type: ignore[arg-type]
+        parallel=ParallelConfig(tensor_model_parallel_size=2, **parallel),  # type: ignore[arg-type]
         activations=activations,
     )
     return resolve(config, 2, 0, declare)
@@ -98,7 +98,7 @@ def test_formulas_come_to_the_bytes_beside_them(zero: int, shards: int, once: bo
     config = Config(
         model=ModelConfig(5, 64, 256, 4, 16, 101),
         training=TrainingConfig(5, 60, precision=precision, grad_dtype=precision),  # type: ignore[arg-type]
-        parallel=ParallelConfig(2),
+        parallel=ParallelConfig(tensor_model_parallel_size=2),
         zero=ZeroConfig(zero, zero_shard_size=shards, **every if once else {}),  # type: ignore[arg-type]
         activations=FULL,
     )

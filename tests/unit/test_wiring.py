@@ -211,6 +211,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "command": Kind("Command"),
         "exports": None,
         "elastic": "",
+        "clock": Kind("StartClock"),
     },
     "choose_matmul_backend": {"config": CONFIG, "mesh": MESH, "measure": Kind("function")},
     "choose_kernels": {"config": CONFIG, "mesh": MESH, "complaint": None},
@@ -244,7 +245,12 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "open_batches": Kind("function"),
     },
     "TextSampler": {"config": CONFIG, "engine": ENGINE, "tokenizer": As("Trainer.tokenizer"), "num_tokens": 64},
-    "RunEvents": {"command": As("TrainingRun.command"), "config": CONFIG, "mesh": MESH},
+    "RunEvents": {
+        "command": As("TrainingRun.command"),
+        "config": CONFIG,
+        "mesh": MESH,
+        "clock": As("TrainingRun.clock"),
+    },
     "open_writers": {
         "config": CONFIG,
         "start_iteration": 0,

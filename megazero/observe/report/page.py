@@ -14,6 +14,7 @@ import numpy as np
 
 from megazero.files import replace_file
 from megazero.observe.report.chart import MOST_COLUMNS, Chart, HeatMap, Line, heat_map, line_chart
+from megazero.observe.report.lost_time import spent
 from megazero.observe.report.runs import METRICS, Curve, Record, Run, curve, keys_of, read_run, smooth
 from megazero.plan.layout.topology import Layout
 from megazero.units import count, duration, ranges, size, things
@@ -79,6 +80,7 @@ def page(run: Run) -> str:
         layout=_layout(start),
         memory=_bars(last.get("memory_bytes"), MEMORY),
         traffic=_bars(last.get("traffic_bytes"), TRAFFIC),
+        time=_shares(spent(run)),
         given=[f"--{name.replace('_', '-')}" for name in start.get("given", ())],
         options=_options(start.get("config", {})),
         command=shlex.join(start.get("command", ())),
@@ -251,6 +253,13 @@ def _bars(values: dict[str, int] | None, names: dict[str, str]) -> list[tuple[st
     """Return the name of each value above 0, its share of the largest, and the amount."""
     shown = {key: value for key, value in (values or {}).items() if value}
     return [(names.get(key, key), value / max(shown.values()), size(value)) for key, value in shown.items()]
+
+
+def _shares(seconds: dict[str, float]) -> list[tuple[str, float, str]]:
+    """Return the name of each cause, its seconds over the largest, and the amount."""
+    total, most = sum(seconds.values()), max(seconds.values(), default=0.0)
+    shown = {cause: value for cause, value in seconds.items() if value}
+    return [(cause, value / most, f"{duration(value)}, {value / total:.1%}") for cause, value in shown.items()]
 
 
 def _options(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:

@@ -35,6 +35,7 @@ class Run:
     records: tuple[Record, ...]
     events: tuple[Record, ...] = ()
     stride: int = 1
+    written: float = 0.0  # Unix time of the last record
 
     @property
     def starts(self) -> list[Record]:
@@ -75,7 +76,8 @@ def read_run(folder: Path) -> Run:
     events = folder / EVENTS
     lines = events.read_bytes().splitlines() if events.is_file() else []
     records = tuple(found[i] for i in sorted(found))
-    return Run(folder.resolve().name, records, tuple(filter(None, map(_parse, lines))), stride)
+    written = metrics.stat().st_mtime
+    return Run(folder.resolve().name, records, tuple(filter(None, map(_parse, lines))), stride, written)
 
 
 def _parse(line: bytes) -> Record:

@@ -1,0 +1,38 @@
+"""The time of a run that its steps do not have: starts, steps that are computed again, saves and evaluations."""
+
+from __future__ import annotations
+
+from megazero.observe.report.runs import Run, axis_values
+from megazero.units import duration
+
+KEPT, AGAIN, DOWN, OTHER = "steps that are kept", "steps computed again", "no process", "saves, evaluation, others"
+
+
+def spent(run: Run) -> dict[str, float]:
+    """Return seconds by cause, from the first start to the last record or end; empty for folders of older versions."""
+    starts = [start for start in run.starts if "seconds" in start]
+    if not starts or starts[0] is not run.starts[0]:
+        return {}
+    found = {KEPT: 3600 * float(axis_values(run, "hours")[-1])}
+    found[AGAIN] = sum(start["lost_seconds"] for start in starts)
+    found[DOWN] = sum(start["down_seconds"] for start in starts)
+    for start in starts:
+        for part, seconds in start["seconds"].items():
+            found[f"start: {part}"] = found.get(f"start: {part}", 0.0) + seconds
+    begin = starts[0]["at"] - sum(starts[0]["seconds"].values())
+    ends = [event["at"] for event in run.events if event.get("event") == "end"]
+    total = max(run.written, *ends, begin) - begin if ends else max(run.written, begin) - begin
+    found[OTHER] = max(0.0, total - sum(found.values()))
+    return found
+
+
+def goodput_line(run: Run) -> str:
+    """Return the share of time in steps that are kept, and the causes of the rest that take a hundredth of it."""
+    found = spent(run)
+    total = sum(found.values())
+    if not total:
+        return ""
+    causes = [f"{cause} {duration(seconds)}" for cause, seconds in found.items() if cause != KEPT]
+    large = [words for words, seconds in zip(causes, list(found.values())[1:], strict=True) if seconds >= total / 100]
+    rest = f"; {', '.join(large)}" if large else ""
+    return f"{found[KEPT] / total:.1%} of {duration(total)} in {KEPT}{rest}"
