@@ -36,7 +36,7 @@ HEADER = struct.Struct("<9sQBQQ")
 # Codes 6 and 7 mean float64/float32 in one fork and float32/float64 in another; neither can hold token ids.
 TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 # Sequences (or bytes) handled at once when tables are checked or copied: bounds memory.
-CHUNK = 1 << 20
+CHUNK = 1 << 16
 # A larger index is mapped, a smaller one read: a map holds a file descriptor, and a blend may have 10,000 corpora.
 RESIDENT_BYTES = 1 << 20
 # Files of tokens that are open at once: most systems allow a process 1024.

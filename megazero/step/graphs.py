@@ -23,6 +23,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megazero.kernels.gradient import gradient
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.model.layers.weight import GradWriter, Weight
 from megazero.plan.program.program import Program
@@ -224,10 +225,8 @@ class CapturedBlock:
         self._written.clear()
         for window in self._others:
             self.gradients[window.slice()].zero_()
-        if computed.x is None:
-            torch.autograd.backward(computed.edge, self.shared.dx)
-        else:
-            (dx,) = torch.autograd.grad(computed.edge, computed.x, self.shared.dx)
+        dx = gradient(computed.edge, computed.x, self.shared.dx)
+        if dx is not None:
             self.shared.dx.copy_(dx)
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megazero.activations.store import KeptInputs
 from megazero.comm.mesh.collectives import Axis, Pending
+from megazero.kernels.gradient import gradient
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.model.layers.context import kept_bytes
 from megazero.model.layers.weight import GradWriter, Weight
@@ -274,10 +275,9 @@ class Interpreter:
             self.zero.queue = []
         # autograd runs only the nodes on paths from y to x. Every Function with a weight is on such a path, and writes
         # the weight's gradient itself.
-        if x is None:
-            torch.autograd.backward(y, dy)
-        else:
-            (self.dx[op.micro_batch],) = torch.autograd.grad(y, x, dy)
+        dx = gradient(y, x, dy)
+        if dx is not None:
+            self.dx[op.micro_batch] = dx
         if self.zero.queue is not None:
             num_bytes = kept_bytes(write for _, write in self.zero.queue)
             self.queued[op.key] = Queued(self.zero.queue, self.tracker.allocate("buffers", num_bytes))

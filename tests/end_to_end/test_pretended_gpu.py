@@ -24,7 +24,9 @@ def on_gpu(report: Path, program: str, *flags: object, ranks: int = 1) -> tuple[
     lines = [json.loads(line) for line in report.read_text().splitlines()]
     report.unlink()
     assert [line["deterministic"] for line in lines] == ["--deterministic-mode" in flags] * ranks
-    assert [line["frozen"] for line in lines] == [program == "pretrain_gpt.py"] * ranks and "leaked" not in done.stderr
+    assert [line["frozen"] for line in lines] == [
+        2 * (program == "pretrain_gpt.py")
+    ] * ranks and "leaked" not in done.stderr
     assert [line["findings"] for line in lines] == [[]] * ranks
     return done.stdout, [Counter(line["waits"]) for line in lines]
 

@@ -244,7 +244,7 @@ def load_device(name: str) -> Device:
 def find_card(card: str) -> Device | None:
     """Return the device of scripts/devices that CUDA names `card`, such as "NVIDIA H200"; None if it is unknown."""
     short = card.removeprefix("NVIDIA ").removeprefix("Tesla ")
-    for name in known_devices():
+    for name in known_devices() if card else ():  # a CPU has no card
         device = load_device(name)
         if any(fnmatch.fnmatchcase(short, pattern) for pattern in device.cards):
             return device

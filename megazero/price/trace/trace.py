@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.config.schema import Config, ModelConfig
+from megazero.kernels.gradient import gradient
 from megazero.kernels.matmul import Products
 from megazero.kernels.table import KERNELS
 from megazero.memory.tracker import MemoryTracker
@@ -315,10 +316,8 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
             forward, sent_forward = recorder.take(), traced.take_sent()
             logits = traced.tracker.now["logits"]
             dy = torch.empty_like(y)
-            if y.requires_grad and kind.passes_gradient:
-                torch.autograd.grad(y, x, dy)
-            elif y.requires_grad:
-                torch.autograd.backward(y, dy)
+            if y.requires_grad:
+                gradient(y, x if kind.passes_gradient else None, dy)
             backward, sent_backward = recorder.take(), traced.take_sent()
             with torch.no_grad():
                 gradients.compute_queued()
