@@ -28,7 +28,6 @@ import torch.distributed as dist
 from elastic_store import END, RUN
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import (
@@ -97,6 +96,10 @@ class Meeting(DynamicRendezvousHandler):
     def state(self) -> Any:
         return self._state_holder.state
 
+    @property
+    def store(self) -> dist.Store:
+        return self._store
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for enough nodes. Raises Ended: the run is over, there are too few, or the store is gone."""
         with self.explained(), self._saying():
@@ -114,9 +117,8 @@ class Meeting(DynamicRendezvousHandler):
         if gone:
             names = ", ".join(sorted(node.addr for node in gone))
             notes.leave(notes.LOST, f"{names}: the agent of this node is gone, or its ranks have ended; ending")
-        elif waiting and self.waiting_since is None:
-            self.waiting_since = time.monotonic()
-        elif waiting and time.monotonic() - (self.waiting_since or 0) > SETTLE_SECONDS:
+        self.waiting_since = (self.waiting_since or time.monotonic()) if waiting else None
+        if self.waiting_since and not gone and time.monotonic() - self.waiting_since > SETTLE_SECONDS:
             notes.leave(notes.CHANGED, f"{waiting}")
         return 0
 
@@ -127,12 +129,12 @@ class Meeting(DynamicRendezvousHandler):
         try:
             yield
         except (RendezvousClosedError, RendezvousGracefulExitError):
-            raise last_words(self._store) or Ended("the run has ended") from None
+            raise last_words(self.store) or Ended("the run has ended") from None
         except RendezvousTimeoutError:
             minutes = self.settings.timeout.join.total_seconds() / 60
+            why = f"fewer than {self.settings.min_nodes} nodes" if not self.state.complete else "no end of a step"
             raise Ended(
-                f"fewer than {self.settings.min_nodes} nodes for {minutes:g} minutes (--wait); start the nodes again: "
-                "the run resumes from --save"
+                f"{why} for {minutes:g} minutes (--wait); start the nodes again: the run resumes from --save"
             ) from None
         except (RendezvousConnectionError, dist.DistError) as error:
             raise Ended(
@@ -158,7 +160,7 @@ class Meeting(DynamicRendezvousHandler):
     def end(self, message: str, code: int = 1) -> Ended:
         """Leave the last words of the run for all nodes, and return them."""
         with contextlib.suppress(RuntimeError):
-            self._store.compare_set(END, "", f"{code} {message}")
+            self.store.compare_set(END, "", f"{code} {message}")
         return Ended(message, code)
 
 
@@ -311,14 +313,11 @@ def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report
         exit_barrier_timeout=ANSWER_SECONDS,
         log_line_prefix_template=config.log_line_prefix_template,
     )
-    closes = True
     try:
         agent.run()
         found.end("the run is done", 0)
-    except SignalException:
-        closes = False  # this node leaves, and the others continue
-        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if closes:
-            found.shutdown()
+        with contextlib.suppress(RuntimeError):
+            if last_words(found.store):  # else this node leaves, and the others continue
+                found.shutdown()

@@ -78,6 +78,23 @@ def test_too_few_nodes_wait_for_a_while(tmp_path):
         assert "launch.sh: fewer than 2 nodes for 0.2 minutes (--wait)" in run.said("a")
 
 
+@pytest.mark.slow
+def test_a_newcomer_that_gives_up_does_not_end_the_run(tmp_path):
+    """The ranks are frozen, so that they do not let it in; then another one comes."""
+    with counting(tmp_path, "1:2", 10**6) as run:
+        run.start("a")
+        run.generation(0, "a")
+        (rank,) = run.processes("a")[1:]
+        os.kill(rank, signal.SIGSTOP)
+        run.wait = 0.1
+        run.start("b")
+        assert run.running.pop("b").wait() == 1 and "no end of a step for 0.1 minutes" in run.said("b")
+        os.kill(rank, signal.SIGCONT)
+        run.wait = 5
+        run.start("c")
+        run.generation(1, "a", "c")
+
+
 def test_a_lost_store_ends_the_run(tmp_path):
     with counting(tmp_path, "2:2", 10**6) as run:
         run.start("a", "b")
