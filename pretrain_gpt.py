@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from megazero.data.tokenizer import Tokenizer
     from megazero.memory.host import Machine
     from megazero.plan.layout.topology import Layout
+    from megazero.run.relayout import Question
 
 HANG_PATIENCE_SECONDS = 10.0  # in which the watchdogs of the other ranks see the hang too
 
@@ -140,6 +141,8 @@ class Plan(NamedTuple):
     config: Config  # resolved
     chosen: str  # note on the defaults that the GPU chose
     auto: str  # report of --layout auto
+    question: Question | None  # with --elastic: of the layouts for other numbers of nodes
+    started: str  # with --elastic: the line of this start
     layout: Layout
     device: torch.device
     machine: Machine
@@ -147,6 +150,36 @@ class Plan(NamedTuple):
     datasets: Datasets
     clock: Clock | None  # on rank 0
     refusal: str  # why rank 0 refuses the run; the other ranks learn it in `connect`
+
+
+def lay_out(
+    command: Command, config: Config, world: World, vocabulary: int, device: torch.device, memory: Machine
+) -> tuple[Command, Config, str, Question | None, str]:
+    """Choose the flags of the layout that are not given, for --layout auto and --elastic.
+
+    Returns:
+        The command and the options with them; a report; with --elastic the question that they answer, and the line of
+        this start.
+    """
+    from megazero.comm.launch import launch
+    from megazero.comm.launch.world import local_size, num_nodes
+    from megazero.price.search.choose import choose_layout, device_of_ranks
+    from megazero.run import relayout
+
+    question, elastic = None, config.parallel.elastic
+    if config.parallel.layout != "auto":
+        started = relayout.start_words(config, world, "the layout of the given flags") if elastic else ""
+        return command, config, "", None, started
+    priced = device_of_ranks(config, launch.card_name(device), memory, max(2, world.size) if elastic else world.size)
+    if elastic:
+        question = relayout.Question(config, command.given, local_size(world), vocabulary, priced)
+        choice = question.row(relayout.read(Path(config.checkpoint.save), question.digest()), num_nodes(world))
+    else:
+        choice = choose_layout(config, command.given, world.size, vocabulary, priced)
+    given = {*command.given, *choice.names(config)} - {"layout", "device-type"}
+    command = command._replace(config=choice.apply(command.config), given=frozenset(given))
+    started = relayout.start_words(config, world, choice.layout) if elastic else ""
+    return command, choice.apply(config), choice.words(config, priced, command.dropped), question, started
 
 
 def prepare(command: Command, world: World) -> Plan:
@@ -162,7 +195,6 @@ def prepare(command: Command, world: World) -> Plan:
     from megazero.huggingface.loading import open_weights
     from megazero.model.stage import declare
     from megazero.price.bytes.capacity import check_memory
-    from megazero.price.search.choose import choose_layout, device_of_ranks
     from megazero.price.time.devices import find_card
     from megazero.price.time.exchange import choose_exchange
     from megazero.run.exports import guard_exports
@@ -176,15 +208,9 @@ def prepare(command: Command, world: World) -> Plan:
         bind_to_near_cpus(device)
     require_data(config)  # before the tokenizer, because a corpus may name it
     tokenizer = data_tokenizer(config)
-    vocabulary, auto = tokenizer.vocab_size if tokenizer else 0, ""
+    vocabulary = tokenizer.vocab_size if tokenizer else 0
     memory = machine(world, device, config.optimizer.optimizer_nvme_offload if config.trains else "")
-    if config.parallel.layout == "auto":
-        priced = device_of_ranks(config, launch.card_name(device), memory, world.size)
-        choice = choose_layout(config, command.given, world.size, vocabulary, priced)
-        auto = choice.words(config, priced, command.dropped)
-        given = {*command.given, *choice.names(config)} - {"layout", "device-type"}
-        command = command._replace(config=choice.apply(command.config), given=frozenset(given))
-        config = choice.apply(config)
+    command, config, *report = lay_out(command, config, world, vocabulary, device, memory)
     config, layout = resolve(config, world.size, vocabulary, declare)
     check_device(config, device.type)
     config = choose_exchange(config, layout, find_card(launch.card_name(device)))
@@ -208,7 +234,8 @@ def prepare(command: Command, world: World) -> Plan:
             refusal = explain(error) if isinstance(error, OSError) else str(error)
             if world.size > 1:  # at once, because the others may start late, or never
                 log.error(f"{refusal}; this rank ends once all ranks have joined")
-    return Plan(command, world, config, chosen, auto, layout, device, memory, tokenizer, datasets, clock, refusal)
+    found = layout, device, memory, tokenizer, datasets, clock, refusal
+    return Plan(command, world, config, chosen, *report, *found)
 
 
 def connect(plan: Plan) -> tuple[Mesh, list[str]]:
@@ -258,6 +285,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     from megazero.observe import start_report
     from megazero.observe.start_clock import StartClock, process_start
     from megazero.observe.watchdog import Watchdog
+    from megazero.run import relayout
     from megazero.run.checkpoints import Checkpoints
     from megazero.run.exports import Exports
     from megazero.run.resume import find_checkpoint
@@ -266,7 +294,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
 
     clock = StartClock(process_start())
     clock.mark("process")
-    plan = prepare(command, world)
+    plan = prepare(command._replace(config=relayout.resuming(command.config)), world)
     clock.mark("checks")
     mesh, screen = connect(plan)
     clock.mark("joining")
@@ -280,6 +308,8 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     with mesh.world.peer_errors("looking for a checkpoint"):
         lock = checkpoint.lock(Path(config.checkpoint.save), mesh.host_group) if config.checkpoint.save else None
         load = find_checkpoint(config, mesh.host_group)
+        if plan.question is not None:
+            relayout.complete(plan.question, world.rank, world.size, mesh.host_group)
     patience = max(HANG_PATIENCE_SECONDS, 6 * config.monitor.hang_timeout)  # a tenth of the limit
     watchdog = Watchdog(config.monitor.hang_timeout, lambda place: failures.end_hung(world, place, hosts, patience))
     eod = tokenizer.eod if tokenizer and config.data.document_flags else None
@@ -290,7 +320,8 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     if config.checkpoint.save_hf and config.trains:
         exports = Exports(saves, lambda path, output: export_run(path, output, precision))
     clock.mark("model")
-    run = TrainingRun(trainer, saves, Wishes(signals, plan.clock, stop_file), command, exports, clock)
+    wishes = Wishes(signals, plan.clock, stop_file)
+    run = TrainingRun(trainer, saves, wishes, command, exports, clock, plan.started)
     if world.rank == 0:
         details = start_report.details(config, plan.layout, plan.machine, hosts, environment(), trainer.choices)
         start_report.hand_out(config, screen, details)

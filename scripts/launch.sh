@@ -4,13 +4,21 @@ set -euo pipefail
 
 usage() {
   cat <<'HELP'
-Train on this one machine, with torchrun.
+Train on this machine, or on several with --elastic, with torchrun.
 
   bash scripts/launch.sh [--nproc N] FLAGS OF pretrain_gpt.py
   bash scripts/launch.sh --nproc 2 --num-layers 4 --hidden-size 256 ... --log-dir runs/first
   bash scripts/launch.sh -- --help        the flags of pretrain_gpt.py
 
   --nproc N     number of ranks; default: the number of GPUs, or 1 without a GPU
+  --elastic MIN:MAX
+                train on as many nodes as there are, from MIN to MAX, while they come and go (docs/cluster.md). Start
+                this command on each of them; pretrain_gpt.py gets the flag too
+  --rdzv-endpoint HOST:PORT
+                with --elastic: where the nodes meet, the same for all. On HOST this command starts a small process for
+                it, which outlives the command. Needed if MAX is more than 1
+  --wait MINUTES
+                with --elastic: how long to wait for MIN nodes; default: 30
   --help        this text
   --            all further words are for pretrain_gpt.py, whatever their names
 
@@ -19,12 +27,15 @@ where LOG_DIR is the value of --log-dir, or else `runs`; rank 0's too, unless th
 messages are in LOG_DIR/ranks/torchrun.log. Relative paths start at the current folder.
 
 The exit code is 0 if every rank succeeded. Otherwise it is that of the rank that failed first, whose message is
-printed last. TERM and INT are passed on to the ranks, which have 30 s to end.
+printed last. TERM and INT are passed on to the ranks, which have 30 s to end. With --elastic, TERM takes this node out
+of the run: the ranks save after their step, and the other nodes go on.
 
 Environment:
   PYTHON            interpreter; default: .venv/bin/python of this repository, or else python3
   PROGRAM           program to run; default: pretrain_gpt.py of this repository
   OMP_NUM_THREADS   CPU threads of a rank; default: the number of cores / N
+  ELASTIC_LOST_SECONDS
+                --elastic: whole seconds without a sign of life of a node, after which it is lost; default: 8
   TORCH_FR_DUMP_TEMP_FILE
                     GPUs: files of the last NCCL calls; default: nccl_trace_rank_ in --log-dir. megazero/environment.py
                     has the defaults of torch's other variables
@@ -43,6 +54,9 @@ program=${PROGRAM:-$root/pretrain_gpt.py}
 
 nproc=
 nproc_given=false
+elastic=
+endpoint=
+wait=30
 log_dir=runs
 flags=()
 while (($# > 0)); do
@@ -50,6 +64,12 @@ while (($# > 0)); do
     -h | --help) usage; exit 0 ;;
     --nproc) nproc=${2-} nproc_given=true; shift ;;
     --nproc=*) nproc=${1#*=} nproc_given=true ;;
+    --elastic) elastic=${2-}; flags+=("$1" "${2-}"); shift ;;
+    --elastic=*) elastic=${1#*=}; flags+=("$1") ;;
+    --rdzv-endpoint) endpoint=${2-}; shift ;;
+    --rdzv-endpoint=*) endpoint=${1#*=} ;;
+    --wait) wait=${2-}; shift ;;
+    --wait=*) wait=${1#*=} ;;
     --) shift; flags+=("$@"); break ;;
     *) flags+=("$1") ;;
   esac
@@ -69,6 +89,19 @@ if ! $nproc_given; then # torch counts the GPUs in CUDA_VISIBLE_DEVICES
     fail "$python cannot import torch; run \`bash scripts/quickstart.sh\`, or set PYTHON to an interpreter that can"
 fi
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "--nproc '$nproc' is not a number of ranks; give one from 1, such as --nproc 2"
+
+nodes=1
+if [ -n "$elastic" ]; then
+  [[ $elastic =~ ^([1-9][0-9]*):([1-9][0-9]*)$ ]] && ((BASH_REMATCH[1] <= BASH_REMATCH[2])) ||
+    fail "--elastic '$elastic' is no MIN:MAX; give the least and the largest number of nodes, such as --elastic 6:8"
+  nodes=$elastic
+  [ -n "$endpoint" ] || ((BASH_REMATCH[2] == 1)) ||
+    fail "--elastic $elastic needs --rdzv-endpoint HOST:PORT, the same on all nodes: --rdzv-endpoint $(hostname):29400"
+  [[ $wait =~ ^[0-9]+(\.[0-9]+)?$ ]] || fail "--wait '$wait' is no number of minutes; give one such as --wait 30"
+else
+  [ -z "$endpoint" ] || fail "--rdzv-endpoint needs --elastic MIN:MAX; add it"
+  wait=
+fi
 
 # The soft limit of 1,024 open files is too low for large jobs: a rank has many connections and files of data.
 files=$(ulimit -H -n)
@@ -92,6 +125,6 @@ for ((rank = 1; rank < nproc; rank++)); do others+=,$rank:3; done
 options=(--redirects "0:0$others")
 if [ ! -t 1 ]; then options=(--redirects 3 --tee 0:3); fi
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'
-exec "$python" "$root/scripts/launch_ranks.py" "$log_dir/ranks" --nproc-per-node "$nproc" --role "" \
-  --rdzv-backend c10d --rdzv-endpoint localhost:0 --rdzv-id "$(date +%Y%m%d-%H%M%S)" \
+exec "$python" "$root/scripts/launch_ranks.py" "$log_dir/ranks" "$wait" --nnodes "$nodes" --nproc-per-node "$nproc" \
+  --role "" --rdzv-backend c10d --rdzv-endpoint "${endpoint:-localhost:0}" --rdzv-id "$(date +%Y%m%d-%H%M%S)" \
   ${options[@]+"${options[@]}"} "$program" ${flags[@]+"${flags[@]}"}

@@ -11,6 +11,7 @@ import logging
 import sys
 from pathlib import Path
 
+import elastic_agent
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -18,8 +19,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 LAST_LINES = 20  # of the stderr of a rank that failed without a message
 
 
-def main(log_dir: Path, arguments: list[str]) -> int:
-    """Run torchrun with `arguments`, and return the exit code. Creates `log_dir`."""
+def main(log_dir: Path, wait_minutes: str, arguments: list[str]) -> int:
+    """Run torchrun with `arguments`, and return the exit code. Creates `log_dir`.
+
+    wait_minutes: with --elastic, how long to wait for nodes; else empty.
+    """
     log_dir.mkdir(parents=True, exist_ok=True)
     file = logging.FileHandler(log_dir / "torchrun.log")
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -28,15 +32,27 @@ def main(log_dir: Path, arguments: list[str]) -> int:
         if logger.handlers:
             logger.handlers = [file]
     try:
-        run.main(["--log-dir", str(log_dir), *arguments])
+        if wait_minutes:
+            elastic_agent.run(log_dir, arguments, 60 * float(wait_minutes), lambda error: report(error, log_dir))
+        else:
+            run.main(["--log-dir", str(log_dir), *arguments])
+    except elastic_agent.Ended as end:
+        print(f"\nlaunch.sh: {end}", file=sys.stderr)
+        return end.code
     except ChildFailedError as error:
-        rank, failure = first(error)
-        print(f"\n{failure_text(rank, failure, log_dir)}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode  # as a shell's
+        text, code = report(error, log_dir)
+        print(f"\n{text}", file=sys.stderr)
+        return code
     except SignalException as error:
         print(f"launch.sh: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
     return 0
+
+
+def report(error: ChildFailedError, log_dir: Path) -> tuple[str, int]:
+    """Return the message of the rank that failed first, and its exit code, as a shell's."""
+    rank, failure = first(error)
+    return failure_text(rank, failure, log_dir), failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
 def first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
@@ -60,4 +76,4 @@ def failure_text(rank: int, failure: ProcessFailure, log_dir: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -156,9 +156,15 @@ class SlurmCluster:
         self.poll(lambda: (at / "munge.socket").exists(), "munged")
         self._spawn("slurmctld", "slurmctld", "-D", "-f", f"{at}/slurm.conf")
         for node in self.nodes:
-            init = self._spawn(node, *UNSHARE, "bash", "-c", NODE_INIT, "node-init", node, str(at))
-            self._nodes.append(init)
+            self._nodes.append(self._start_node(node))
         self.poll(self._all_idle, "slurmctld and slurmd")
+
+    def _start_node(self, node: str) -> subprocess.Popen[bytes]:
+        return self._spawn(node, *UNSHARE, "bash", "-c", NODE_INIT, "node-init", node, str(self.folder))
+
+    def come_back(self, node: str) -> None:
+        """Start a node that has failed, as after a reboot."""
+        self._nodes[self.nodes.index(node)] = self._start_node(node)
 
     def fail(self, node: str) -> None:
         """End a node with all its tasks, as by a power cut."""

@@ -126,7 +126,9 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
             log.error("\n".join(notes))
         raise
     given, dropped = frozenset(values) | names_of(args), frozenset[str]()
-    if config.parallel.layout == "auto" and "layout" in names_of(args):
+    if config.parallel.elastic and "layout" not in given:
+        config = with_values(config, {"layout": "auto"})
+    if config.parallel.layout == "auto" and {"layout", "elastic"} & names_of(args):
         dropped = given & {*LAYOUT_FLAGS} - names_of(args)
         config = with_values(config, {name: flags()[name].default for name in dropped})
     return Command(config, args, given - dropped, notes, dropped)

@@ -380,6 +380,12 @@ class ParallelConfig:
     prints them as flags, and writes them to config.toml. Of these flags, those on the command line keep their value;
     those of a preset do not count, unless the preset has layout = "auto". Needs --global-batch-size. given: take these
     flags as they are given, or their defaults. Every layout trains the same model."""
+    elastic: str = ""
+    """MIN:MAX, such as 6:8: train on as many nodes as there are, from MIN to MAX. When nodes are lost, the run starts
+    again on those that are left, from its newest checkpoint; when some come back, it takes them in after a step. Batch
+    and samples stay the same, and so does the loss. Needs --save and --global-batch-size. Implies --layout auto, and
+    --load of the --save folder when it has a checkpoint. SAVE/layouts.json keeps the layout for each number of nodes.
+    Start every node with scripts/launch.sh, or the job with scripts/slurm/pretrain.sbatch (docs/cluster.md)."""
     tensor_model_parallel_size: Ranks = 1
     """Ranks that share each matrix of a layer."""
     context_parallel_size: Ranks = 1

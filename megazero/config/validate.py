@@ -34,6 +34,7 @@ FLASH_WIDTH, FLASH_STEP = 256, 8  # of attention heads: the largest, and the div
 
 # Flags that need another one: with any value (in capitals), or with this value.
 NEEDS = {
+    "elastic": "--save DIR and --global-batch-size B",
     "keep-last": "--save DIR",
     "keep-every": "--keep-last N",
     "save-interval": "--save DIR",
@@ -84,6 +85,7 @@ def check_values(config: Config) -> None:
         for text in given if isinstance(given, tuple) else (given,):
             if isinstance(text, str):
                 check_text(name, text, is_path=name in PATHS)
+    elastic_nodes(config.parallel.elastic)
     check_model(config)
     _check_needs(config)
     if re.search(WANDB_REFUSES, config.log.wandb_project):
@@ -99,6 +101,19 @@ def check_values(config: Config) -> None:
     _check_profile(config)
     _check_plan(config.plan, config.parallel.layout == "auto")
     _check_data(config)
+
+
+def elastic_nodes(text: str) -> range:
+    """Return the numbers of nodes that --elastic allows, none without the flag. ValueError if it is no MIN:MAX."""
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)
+    least, most = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise ValueError(
+            f"--elastic {shorten(text)}: give the least and the largest number of nodes as MIN:MAX, such as 6:8"
+        )
+    return range(least, most + 1)
 
 
 def _check_needs(config: Config) -> None:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from megazero.config.optimizers import BYTES
 from megazero.config.schema import Config
 from megazero.model.stage import declare
+from megazero.plan.sizes import Rates
 from megazero.price.time.devices import Device
 
 SECONDS_PER_HOUR = 3600
@@ -59,7 +59,7 @@ def goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
 
 def checkpoint_bytes(config: Config) -> int:
     """Return the bytes of a checkpoint: master weights and optimizer states, in fp32 or fp64."""
-    rules, each = config.optimizer.rules, max(4, BYTES[config.training.precision])
+    rules, each = config.optimizer.rules, Rates.least(config).state
     specs = declare(config.model).params()
     numbers = ((math.prod(s.shape), rules.rule(s.matrices is not None, s.blocked)) for s in specs)
     return sum(each * numel * (1 + len(rule.states)) for numel, rule in numbers)

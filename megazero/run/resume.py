@@ -10,7 +10,7 @@ from typing import Any
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
-from megazero.config.flags import as_flag
+from megazero.config.flags import LAYOUT_FLAGS, as_flag
 from megazero.config.schema import Config, ModelConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
@@ -145,6 +145,8 @@ def changed_options(saved: dict[str, Any], config: Config, given: Collection[str
         for name, value in options.items():
             if name in ours.get(group, {}) and ours[group][name] != value:
                 flag = name.replace("_", "-")
+                if config.parallel.elastic and flag in LAYOUT_FLAGS:
+                    continue  # they follow the number of nodes
                 now, before = (text if text != "" else "empty" for text in (ours[group][name], value))
                 found.append(f"--{flag} is {now}, and was {before} when this was saved")
                 follows = name == "lr_decay_iters" and value == saved["training"]["train_iters"]  # was its default

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from megazero.comm.launch import agent
 from megazero.comm.mesh.collectives import MAX
 from megazero.config.cli import Command
 from megazero.log import log
@@ -32,6 +33,7 @@ class TrainingRun:
         command: Command | None = None,
         exports: Exports | None = None,
         clock: StartClock | None = None,
+        elastic: str = "",
     ) -> None:
         """Take the parts of a run.
 
@@ -39,8 +41,9 @@ class TrainingRun:
             wishes: the requests to save or stop that this rank sees.
             command: its flags go into config.toml.
             clock: of the parts of this start; None: it begins here.
+            elastic: the nodes and the layout of this start, with --elastic.
         """
-        self.exports, self.clock = exports, clock or StartClock()
+        self.exports, self.clock, self.elastic = exports, clock or StartClock(), elastic
         self.trainer, self.checkpoints, self.wishes, self.command = trainer, checkpoints, wishes, command
         self.config, self.mesh, self.watchdog = trainer.config, trainer.mesh, trainer.watchdog
 
@@ -62,6 +65,7 @@ class TrainingRun:
             self.exports.resume(progress)
         if progress.iteration < last:
             events.start(progress.iteration, writers.lost)
+            agent.leave(agent.BEGAN, str(progress.iteration))
         try:
             while progress.iteration < last and (stop := self._stop()) is None:
                 try:
@@ -99,6 +103,7 @@ class TrainingRun:
             self._export_last()
         trainer.engine.wait()
         if stop is not None:
+            agent.leave(agent.STOPPED, stop.name)
             kept = self.checkpoints.saved_at == progress.iteration
             log.info(stopped_words(progress.iteration, stop.why, config.checkpoint if kept else None))
         why = stop.why if stop else "done" if progress.iteration >= last else "--exit-interval"
@@ -189,3 +194,5 @@ class TrainingRun:
             log.info(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
         elif done:
             log.info(f"resuming after iteration {done}")
+        if self.elastic:
+            log.info(f"{self.elastic}, from iteration {done}")

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from megazero.comm.launch import agent
 from megazero.config.schema import CheckpointConfig
 
 SAVED_EARLY = 75
@@ -34,10 +35,11 @@ class Wish(enum.IntEnum):
     SAVE = 1  # and continue
     STOP_DURATION = 2
     STOP_FILE = 3
-    STOP_JOB_END = 4
-    STOP_SIGTERM = 5
-    STOP_SIGUSR1 = 6
-    STOP_SIGINT = 7
+    STOP_NODES = 4
+    STOP_JOB_END = 5
+    STOP_SIGTERM = 6
+    STOP_SIGUSR1 = 7
+    STOP_SIGINT = 8
 
     @property
     def stops(self) -> bool:
@@ -49,6 +51,7 @@ class Wish(enum.IntEnum):
         reasons = {
             Wish.STOP_DURATION: "--exit-duration-minutes",
             Wish.STOP_FILE: "the stop file",
+            Wish.STOP_NODES: "nodes that came back",
             Wish.STOP_JOB_END: "--exit-before-minutes: the end of the job is near",
         }
         return reasons.get(self, self.name.removeprefix("STOP_"))
@@ -134,7 +137,7 @@ class Clock:
 
 
 class Wishes:
-    """The sources of a rank's wishes: signals, and on rank 0 also a clock and the stop file."""
+    """The sources of a rank's wishes: signals, its node's agent, and on rank 0 also a clock and the stop file."""
 
     def __init__(self, signals: Signals | None = None, clock: Clock | None = None, stop_file: Path | None = None):
         self.signals, self.clock, self.stop_file = signals or Signals(), clock, stop_file
@@ -146,6 +149,8 @@ class Wishes:
             found.append(Wish[f"STOP_{self.signals.noted.name}"])
         if self.clock is not None:
             found.append(self.clock.wish(time.time()))
+        if agent.read(agent.CHANGED):
+            found.append(Wish.STOP_NODES)
         if self.stop_file is not None and self.stop_file.exists():
             found.append(Wish.STOP_FILE)
         return max(found)

@@ -200,6 +200,50 @@ def test_a_node_that_fails_costs_the_work_since_the_last_save(tmp_path, model):
     assert curves[0] == curves[1] and len(curves[0]) == 60
 
 
+@pytest.mark.slow  # SLURM takes 10 s to see that a node is gone, and waits before it requeues
+def test_an_elastic_job_continues_without_a_lost_node_and_with_it_again(tmp_path, model):
+    """Three nodes, then two without a requeue, then three; the same curve, and no sample twice."""
+    if reason := missing():
+        pytest.skip(reason)
+    saved, run = tmp_path / "saved", tmp_path / "run"
+    drop = model.index("--micro-batch-size")
+    flags = [
+        *map(str, model[:drop] + model[drop + 2 :]),
+        "--train-iters",
+        "1000",
+        "--precision",
+        "fp64",
+        "--log-interval",
+        "500",
+    ]
+    where = ["--save", str(saved), "--log-dir", str(run), "--save-interval", "5", "--elastic", "2:3"]
+    options = ["--no-kill", "--nodes=3", "--ntasks-per-node=1"]
+    with slurm_cluster(num_nodes=3) as cluster:
+        program = {"PROGRAM": str(ROOT / "pretrain_gpt.py"), "OMP_NUM_THREADS": "1", "ELASTIC_SECONDS": "3"}
+        job_id = submit(cluster, tmp_path, options, [*flags, *where], **program)
+        started(cluster, job_id, run, lines=6)
+        cluster.fail("node1")
+        log = tmp_path / f"slurm-{job_id}.out"
+        cluster.poll(lambda: "elastic: generation 1 on 2 of 3" in log.read_text(), "two nodes", job_id)
+        rank_0 = run / "ranks" / str(job_id) / "rank-0000.log"
+        cluster.poll(lambda: "generation 1: 2 nodes of at most 3" in rank_0.read_text(), "training on them", job_id)
+        assert cluster.job(job_id).fields["Restarts"] == "0"
+        cluster.come_back("node1")
+        cluster.poll(lambda: "requeued: resumes from" in log.read_text(), "the return", job_id)
+        job = cluster.wait(job_id)
+        text = batch_log(tmp_path, job)
+        assert (job.state, job.exit_code, job.fields["Restarts"]) == ("COMPLETED", "0:0", "1"), text
+        assert job.fields["NodeList"] == "node[0-2]"
+    assert [line[:21] for line in rank_0.read_text().splitlines() if line.startswith("generation")] == [
+        f"generation {number}: {nodes} nodes" for number, nodes in ((0, 3), (1, 2), (0, 3))
+    ], text + rank_0.read_text()
+    done = pretrain(*flags, "--micro-batch-size", "1", "--log-dir", tmp_path / "whole")
+    assert done.returncode == 0, done.stderr
+    found, wanted = metrics(run), metrics(tmp_path / "whole")
+    assert [(m["iteration"], m["consumed_samples"]) for m in found] == [(n, 12 * n) for n in range(1, 1001)]
+    assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in wanted], rel=1e-10)
+
+
 @pytest.mark.slow
 def test_jobs_of_a_chain_follow_each_other(cluster, tmp_path, model):
     """--dependency=singleton: the second begins when the first has ended early, and resumes from its checkpoint."""

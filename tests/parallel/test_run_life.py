@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -27,6 +28,7 @@ from megazero.observe import stragglers
 from megazero.observe.timeline import Interval
 from megazero.plan.layout.owned import rank_parts
 from megazero.plan.program.operations import Forward
+from megazero.run.checkpoints import Checkpoints
 from megazero.run.replicas import check_replicas
 from megazero.run.resume import find_checkpoint
 from megazero.run.run import TrainingRun

@@ -55,7 +55,8 @@ COMING: set[str] = set()
 # 160: --layout.
 # 161: --mtbf.
 # 163: --memory-checkpoint-interval and its folder.
-NUM_OPTIONS = 163
+# 164: --elastic.
+NUM_OPTIONS = 164
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {

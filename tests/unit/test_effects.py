@@ -188,6 +188,7 @@ SEEN = {
     "plan": "unit/test_plan.py",
     "plan-search": "unit/test_plan.py",
     "layout": "unit/test_choose.py",
+    "elastic": "unit/test_relayout.py",
     "rehearse": "unit/test_rehearsal.py",
     "sample-prompts": "parallel/test_samples.py",
     "sample-interval": "parallel/test_samples.py",

@@ -53,7 +53,7 @@ def made_plan(peaks: list[int], world: int, host: int = 0) -> Plan:
     config, layout = resolved(f"{STAGES} --global-batch-size {world} {kept}", world)
     stages = [
         StageBytes(
-            {"host": host * 10**9},
+            {"host": host * 10**9, "nvme": 0},
             {"dp": 10**9 * stage, "pp": 10**9},
             0,
             0,

@@ -15,8 +15,9 @@ from megazero.run.stopping import SIGNALS, Clock, Signals, Wish, Wishes, stopped
 
 def test_the_order_of_stops() -> None:
     stops = [wish for wish in Wish if wish.stops]
-    assert [stop.exit_code for stop in stops] == [0, 0, 75, 75, 75, 75]
-    assert stops[1].why == "the stop file" and [stop.why for stop in stops[3:]] == ["SIGTERM", "SIGUSR1", "SIGINT"]
+    assert [stop.exit_code for stop in stops] == [0, 0, 75, 75, 75, 75, 75]
+    assert [stop.why for stop in stops[1:3]] == ["the stop file", "nodes that came back"]
+    assert [stop.why for stop in stops[4:]] == ["SIGTERM", "SIGUSR1", "SIGINT"]
     assert max(Wish.CONTINUE, Wish.SAVE) < stops[0]
 
 

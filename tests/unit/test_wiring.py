@@ -210,6 +210,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "wishes": Kind("Wishes"),
         "command": Kind("Command"),
         "exports": None,
+        "elastic": "",
         "clock": Kind("StartClock"),
     },
     "choose_matmul_backend": {"config": CONFIG, "mesh": MESH, "measure": Kind("function")},

@@ -17,8 +17,9 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from megazero.comm.launch import agent
 from megazero.comm.launch.errors import PeerLost, peer_errors, ranks_text
-from megazero.comm.launch.world import World, local_size, number
+from megazero.comm.launch.world import World, generation, local_size, number
 from megazero.config.model_options import Precision
 from megazero.environment import check_allocator_settings
 from megazero.log import log
@@ -27,6 +28,7 @@ from megazero.memory.host import has_nvidia
 JOIN_MINUTES = 10.0  # until all ranks have started; a collective's limit may be shorter
 ANSWER_SECONDS = 30.0  # until torchrun's store answers; the store of rank 0 may start later
 LAZY_RANKS = 64  # gloo connects the ranks of larger jobs when they first communicate
+LOST_SECONDS = 2.0  # from the loss of a node to the end of a rank that waits for it
 OUTSIDE = "192.0.2.1"  # an address reserved for documentation (RFC 5737): never in the own network
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 TENSOR_CORES = (7, 0)  # the first compute capability with them
@@ -236,8 +238,7 @@ def _open_store(world: World, seconds: float) -> dist.Store:
             f"{server} does not answer at MASTER_ADDR={host}, MASTER_PORT={port} ({error}): was it started, can this "
             "machine reach it, or does another program use that port?"
         ) from None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives a restart of its ranks
-    return dist.PrefixStore(f"megazero/{attempt}", store)
+    return dist.PrefixStore(f"megazero/{generation()}", store)  # torchrun's store outlives a restart of its ranks
 
 
 def _take_seat(store: dist.Store, world: World, device: torch.device) -> None:
@@ -297,15 +298,20 @@ def abort(code: int) -> NoReturn:
 
 
 def end_with_launcher(world: World) -> None:
-    """End this rank if its parent is killed: torchrun or srun, which then cannot end its ranks itself."""
+    """End this rank if its parent is killed: torchrun or srun, which then cannot end its ranks itself.
+
+    With --elastic, also if its agent reports a lost node: this rank may hang in a collective with its ranks.
+    """
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" not in os.environ and world.launcher != "srun":
         return
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent and not agent.read(agent.LOST):
             time.sleep(0.5)
-        log.error("its launcher was killed; ending")
+        if os.getppid() == parent:
+            time.sleep(LOST_SECONDS)  # in which this rank may end by itself, with a message of its own
+        log.error(agent.read(agent.LOST) or "its launcher was killed; ending")
         abort(1)
 
     threading.Thread(target=watch, name="launcher's end", daemon=True).start()

@@ -94,6 +94,22 @@ def local_size(world: World) -> int:
     return int(size) if size.isdecimal() else 1
 
 
+def num_nodes(world: World) -> int:
+    """Return the number of nodes of the run. ValueError if they have unequal numbers of ranks."""
+    nodes, rest = divmod(world.size, local_size(world))
+    if rest:
+        raise ValueError(
+            f"--elastic: {world.size} ranks, {local_size(world)} of them on this node; start as many on every node"
+        )
+    return nodes
+
+
+def generation() -> int:
+    """Return how often the ranks of this run were started before, by --elastic."""
+    count = os.environ.get("MEGAZERO_GENERATION") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(count) if count.isdecimal() else 0
+
+
 def tasks_of_node(tasks_per_node: str, node: int) -> int:
     """Return the number of tasks on a node by SLURM's list, such as "4(x2),3"; 1 if there is no such list."""
     counts: list[int] = []

@@ -1,0 +1,38 @@
+"""Notes between a rank and the agent of its node (scripts/elastic_agent.py), which ends and starts ranks of --elastic.
+
+Each note is a file in a folder of the node that MEGAZERO_AGENT names. So they need no store, which may be gone, and no
+collective, which may hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+FOLDER = "MEGAZERO_AGENT"
+LOST = "lost"  # from the agent: why the ranks must end at once
+CHANGED = "changed"  # from the agent: why the ranks should stop after a step
+BEGAN = "began"  # from a rank: the iteration after which this start trains
+STOPPED = "stopped"  # from a rank: the name of the wish with which it ended
+
+
+def read(name: str) -> str:
+    """Return a note; empty if there is none, or no agent."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return ""
+    try:
+        return (Path(folder) / name).read_text()
+    except OSError:
+        return ""
+
+
+def leave(name: str, text: str) -> None:
+    """Leave a note, if there is an agent."""
+    if folder := os.environ.get(FOLDER):
+        with contextlib.suppress(OSError):
+            path = Path(folder) / name
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_text(text)
+            part.replace(path)

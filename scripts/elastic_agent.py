@@ -1,0 +1,321 @@
+"""The agent of a node of an elastic run (--elastic MIN:MAX), for scripts/launch.sh: torchrun's agent, with additions.
+
+Note [Agents]
+torchrun's agents meet at a store, start the ranks of their nodes, and meet again when ranks have failed. Added here:
+- The store is a process of its own on the named host, so that no node's agent takes it along. All ranks use it too.
+- A node whose agent gives no sign of life is lost: the ranks of the others learn it, and end even within a collective.
+- Nodes that come back: the ranks are asked to stop after their step and to save, for as long as that takes.
+- Only failures of ranks count, and only those in a row without a new checkpoint: the third ends the run.
+Agents and ranks exchange notes as files (`megazero.comm.launch.agent`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from elastic_store import END, RUN
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+from torch.distributed.run import config_from_args, parse_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megazero.comm.launch import agent as notes
+from megazero.comm.launch.world import this_node
+
+LOST_SECONDS = 8  # after which an agent without a sign of life is lost; ELASTIC_LOST_SECONDS sets another number
+BEATS = 4  # signs of life in that time
+FIRST_CALL, LAST_CALL = 20.0, 2.0  # seconds to wait for more nodes than MIN: at first; later, all have met before
+SETTLE_SECONDS = 3.0  # in which several nodes that come back are taken in together
+ANSWER_SECONDS = 60.0  # until the store answers
+SAY_SECONDS = 5.0  # of waiting, before a line is printed
+TRIES = 3  # failures in a row without a new checkpoint
+MANY = 10**6  # restarts
+SAVED_EARLY, INTERRUPTED = 75, 130  # exit codes of ranks
+
+
+Report = Callable[[ChildFailedError], tuple[str, int]]
+
+
+class Ended(Exception):
+    """The run is over on this node, with a sentence and an exit code."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Limits(RendezvousTimeout):
+    """torchrun's limits, with another one for the first meeting: then nodes start at different times."""
+
+    meeting: Meeting
+
+    @property
+    def last_call(self) -> timedelta:
+        return timedelta(seconds=LAST_CALL if self.meeting.state.round else FIRST_CALL)
+
+
+class Meeting(DynamicRendezvousHandler):
+    """The agents' agreement on the nodes of each generation. Made by `meeting`.
+
+    Attributes:
+        endpoint: host and port of the store.
+        members: nodes of this generation.
+        generation: its number, the same on all nodes.
+    """
+
+    endpoint: tuple[str, int]
+    members: frozenset[Any] = frozenset()
+    generation = 0
+    waiting_since: float | None = None
+
+    @property
+    def state(self) -> Any:
+        return self._state_holder.state
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for enough nodes. Raises Ended: the run is over, there are too few, or the store is gone."""
+        with self.explained(), self._saying():
+            info = super().next_rendezvous()
+        self.members, self.generation, self.waiting_since = frozenset(self.state.participants), self.state.round, None
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(*self.endpoint))
+
+    def num_nodes_waiting(self) -> int:
+        """Leave the ranks notes of changes. Always 0: torchrun kills ranks that save for more than 30 s."""
+        with self.explained():
+            waiting = super().num_nodes_waiting()
+            if self.state.closed:
+                raise RendezvousClosedError
+        gone = self.members - frozenset(self.state.participants)
+        if gone:
+            names = ", ".join(sorted(node.addr for node in gone))
+            notes.leave(notes.LOST, f"{names}: the agent of this node is gone, or its ranks have ended; ending")
+        elif waiting and self.waiting_since is None:
+            self.waiting_since = time.monotonic()
+        elif waiting and time.monotonic() - (self.waiting_since or 0) > SETTLE_SECONDS:
+            notes.leave(notes.CHANGED, f"{waiting}")
+        return 0
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Within the block, raise Ended in place of torchrun's errors."""
+        host, port = self.endpoint
+        try:
+            yield
+        except (RendezvousClosedError, RendezvousGracefulExitError):
+            raise last_words(self._store) or Ended("the run has ended") from None
+        except RendezvousTimeoutError:
+            minutes = self.settings.timeout.join.total_seconds() / 60
+            raise Ended(
+                f"fewer than {self.settings.min_nodes} nodes for {minutes:g} minutes (--wait); start the nodes again: "
+                "the run resumes from --save"
+            ) from None
+        except (RendezvousConnectionError, dist.DistError) as error:
+            raise Ended(
+                f"the store at {host}:{port} is gone, with its process or its machine ({type(error).__name__}); start "
+                "all nodes again: the run resumes from --save"
+            ) from None
+
+    @contextlib.contextmanager
+    def _saying(self) -> Iterator[None]:
+        """Print a line if the block takes long."""
+        least, most = self.settings.min_nodes, self.settings.max_nodes
+        needed = f"{least} to {most}" if most > least else f"{least}"
+        minutes = self.settings.timeout.join.total_seconds() / 60
+        line = f"launch.sh: waiting for {needed} nodes, for at most {minutes:g} minutes (--wait)"
+        timer = threading.Timer(SAY_SECONDS, lambda: print(line, file=sys.stderr, flush=True))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def end(self, message: str, code: int = 1) -> Ended:
+        """Leave the last words of the run for all nodes, and return them."""
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(END, "", f"{code} {message}")
+        return Ended(message, code)
+
+
+def last_words(store: dist.Store) -> Ended | None:
+    """Return the end of the run of this store; None: it has not ended."""
+    if not store.check([END]):
+        return None
+    code, _, message = store.get(END).decode().partition(" ")
+    return Ended(message, int(code))
+
+
+def meeting(endpoint: str, least: int, most: int, wait_seconds: float) -> Meeting:
+    """Connect to the store, and start it if this is its host.
+
+    Args:
+        endpoint: HOST:PORT; port 0: the store lives in this process, for a run of one node.
+    """
+    host, port = parse_rendezvous_endpoint(endpoint, default_port=29400)
+    store = connect(host, port)
+    limits = Limits(join=timedelta(seconds=wait_seconds))
+    backend = C10dRendezvousBackend(store, RUN)
+    lost = int(os.environ.get("ELASTIC_LOST_SECONDS", LOST_SECONDS))
+    beat = max(1, lost // BEATS)
+    beats = {"keep_alive_interval": beat, "keep_alive_max_attempt": max(2, lost // beat)}
+    found = Meeting.from_backend(RUN, store, backend, least, most, this_node().machine, limits, **beats)
+    found.endpoint, limits.meeting = (host, store.port), found
+    # Ranks use the store of the agents. Else torchrun makes another on the first node, and does not follow that node's
+    # changes: the others keep the address of a lost one.
+    found._bootstrap_store_info, found._shared_tcp_store_server = RendezvousStoreInfo(*found.endpoint), store
+    return found
+
+
+def connect(host: str, port: int) -> dist.TCPStore:
+    """Return the store of a run that has not ended; the store of an ended one goes away within seconds."""
+    timeout, until, words = timedelta(seconds=ANSWER_SECONDS), time.monotonic() + ANSWER_SECONDS, None
+    try:
+        if port == 0:
+            return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        while time.monotonic() < until:
+            if _matches_machine_hostname(host):
+                start_store(host, port)
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            words = last_words(store)
+            if words is None:
+                return store
+            time.sleep(1)
+    except (dist.DistError, OSError) as error:
+        raise words or Ended(
+            f"no store answers at --rdzv-endpoint {host}:{port}: start launch.sh on {host} too, and check that this "
+            f"machine reaches that port ({str(error).splitlines()[0]})"
+        ) from None
+    raise words or AssertionError
+
+
+def start_store(host: str, port: int) -> None:
+    """Start the store as a process of its own, which outlives this agent. A second one ends at once."""
+    program, nowhere = Path(__file__).with_name("elastic_store.py"), subprocess.DEVNULL
+    command = [sys.executable, str(program.resolve()), host, str(port)]
+    subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent of one node, which starts its ranks again for as long as the run makes progress."""
+
+    def __init__(self, spec: WorkerSpec, report: Report, **options: Any) -> None:
+        super().__init__(spec, **options)
+        self.meeting, self.report = spec.rdzv_handler, report
+        self.failed: RunResult | None = None  # of the generation before this one
+        self.began, self.in_a_row, self.trained = "", 0, False
+        self.ended_at: tuple[str, frozenset[Any]] = ("", frozenset())  # the iteration it began with, and its nodes
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        self.failed = result if result.state == WorkerState.FAILED else None
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Meet the other agents, and start the ranks again, unless the ranks were asked to end."""
+        self._stop_workers(worker_group)
+        codes = {failure.exitcode for failure in self.failed.failures.values()} if self.failed else set()
+        why = notes.read(notes.STOPPED)
+        if INTERRUPTED in codes or (SAVED_EARLY in codes and why not in ("STOP_SIGTERM", "STOP_NODES")):
+            code = INTERRUPTED if INTERRUPTED in codes else SAVED_EARLY
+            raise self.meeting.end(f"the run was asked to end ({why or 'SIGINT'})", code)
+        if SAVED_EARLY in codes:
+            self.failed = None
+        self.ended_at = notes.read(notes.BEGAN), self.meeting.members
+        self.trained |= self.ended_at[0] != ""
+        super()._restart_workers(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks of the next generation, unless the last one failed as those before it."""
+        if self.failed is not None:
+            self._judge(*self.ended_at)
+        # torchrun's count of restarts is a node's own, and names the folders of logs. Here it is the generation.
+        self._remaining_restarts = worker_group.spec.max_restarts - self.meeting.generation
+        for name in (notes.LOST, notes.CHANGED, notes.BEGAN, notes.STOPPED):
+            Path(os.environ[notes.FOLDER], name).unlink(missing_ok=True)
+        return super()._start_workers(worker_group)
+
+    def _judge(self, began: str, before: frozenset[Any]) -> None:
+        """Count a failure of ranks whose nodes are all here. Raises Ended at the last one."""
+        assert self.failed is not None
+        if not before <= self.meeting.members:
+            return
+        self.in_a_row = self.in_a_row + 1 if began == self.began else 1
+        self.began = began
+        if self.in_a_row < TRIES and self.trained:
+            return
+        text, code = self.report(ChildFailedError("", self.failed.failures))
+        if self.trained:
+            text = f"{self.in_a_row} failures in a row, each after iteration {began or 'unknown'}; the last: {text}"
+        raise self.meeting.end(text, code)
+
+
+def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report) -> None:
+    """Run torchrun's `arguments` with an agent of this file.
+
+    Args:
+        log_dir: of the ranks.
+        wait_seconds: for enough nodes.
+        report: returns the message and the exit code of a failure.
+
+    Raises:
+        Ended: the run ended before its last iteration.
+    """
+    config, command, words = config_from_args(parse_args(["--log-dir", str(log_dir), *arguments]))
+    found = meeting(config.rdzv_endpoint, config.min_nodes, config.max_nodes, wait_seconds)
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=command,
+        args=tuple(words),
+        rdzv_handler=found,
+        max_restarts=MANY,
+        monitor_interval=config.monitor_interval,
+        numa_options=config.numa_options,
+    )
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # the same number of ranks on each node
+    os.environ[notes.FOLDER] = folder = tempfile.mkdtemp(prefix="megazero-agent-")
+    agent = Agent(
+        spec,
+        report,
+        logs_specs=config.logs_specs,
+        start_method=config.start_method,
+        exit_barrier_timeout=ANSWER_SECONDS,
+        log_line_prefix_template=config.log_line_prefix_template,
+    )
+    closes = True
+    try:
+        agent.run()
+        found.end("the run is done", 0)
+    except SignalException:
+        closes = False  # this node leaves, and the others continue
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if closes:
+            found.shutdown()

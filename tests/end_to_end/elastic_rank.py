@@ -1,0 +1,40 @@
+"""Stands in for pretrain_gpt.py in tests of agents: it counts iterations in a file, and imports no torch.
+
+Words: the folder of the file, the iterations to do, and those at which rank 0 fails (0: it refuses to start).
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from megazero.comm.launch import agent
+
+rank, nodes = int(os.environ["RANK"]), os.environ["GROUP_WORLD_SIZE"]
+count, steps, failing = Path(sys.argv[1], "count"), int(sys.argv[2]), {int(word) for word in sys.argv[3:]}
+
+
+def done() -> int:
+    return int(count.read_text() or 0) if count.exists() else 0
+
+
+if 0 in failing and rank == 0:
+    sys.exit("no such flag")
+began = done()
+print(f"generation {os.environ['TORCHELASTIC_RESTART_COUNT']}: {nodes} nodes, from {began}", flush=True)
+agent.leave(agent.BEGAN, str(began))
+while done() < steps:
+    time.sleep(0.05)
+    if agent.read(agent.LOST):
+        sys.exit(agent.read(agent.LOST))
+    if agent.read(agent.CHANGED):
+        agent.leave(agent.STOPPED, "STOP_NODES")
+        sys.exit(75)
+    if rank == 0:
+        if done() in failing:
+            sys.exit(f"a fault in iteration {done()}")
+        part = count.with_suffix(".part")
+        part.write_text(str(done() + 1))
+        part.replace(count)
