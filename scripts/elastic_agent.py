@@ -231,6 +231,9 @@ class Agent(LocalElasticAgent):
         self.ended_at: tuple[str, frozenset[Any]] = ("", frozenset())  # the iteration it began with, and its nodes
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ranks = self._pcontext.subprocess_handlers.values()
+        if any(rank.proc.poll() not in (None, 0, SAVED_EARLY) for rank in ranks):  # its peers may hang, deaf to TERM
+            notes.leave(notes.LOST, "another rank of this node has failed; ending")
         result = super()._monitor_workers(worker_group)
         self.failed = result if result.state == WorkerState.FAILED else None
         return result

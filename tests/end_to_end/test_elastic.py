@@ -41,15 +41,17 @@ def test_a_lost_node_is_noticed_and_one_that_comes_back_is_taken_in(tmp_path):
 
 
 def test_failures_without_progress_end_the_run(tmp_path):
-    """At 3, 5 and 5 again: the third in a row without progress is the last."""
-    with counting(tmp_path, "1:1", 9, 3, 5) as run:
+    """The third in a row at iteration 5 is the last. Peers on the node learn of each, and need not be killed."""
+    with counting(tmp_path, "1:1", 9, 5) as run:
+        run.ranks = 2
         (tmp_path / "count").write_text("5")
         run.start("a")
         assert run.end() == {"a": 1}
         said = run.said("a")
-        assert said.count("generation") == 3
+        assert said.count("generation") == 6 and said.count("another rank of this node has failed; ending") == 3
+        assert "forcefully exiting" not in (tmp_path / "ranks" / "torchrun.log").read_text()
         assert "launch.sh: 3 failures in a row, each after iteration 5; the last: rank 0 ended with exit code 1" in said
-        assert said.rstrip().endswith("a fault in iteration 5")
+        assert said.rstrip().endswith("a fault in iteration 5") and " 0 ended with exit code 1" in said
 
 
 def test_a_run_that_never_trained_is_not_tried_again(tmp_path):

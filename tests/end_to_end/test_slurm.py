@@ -232,11 +232,11 @@ def test_an_elastic_job_continues_without_a_lost_node_and_with_it_again(tmp_path
         cluster.poll(lambda: "requeued: resumes from" in log.read_text(), "the return", job_id)
         job = cluster.wait(job_id)
         text = batch_log(tmp_path, job)
-        assert (job.state, job.exit_code, job.fields["Restarts"]) == ("COMPLETED", "0:0", "1"), text
+        # SLURM may repeat its TERM to the first step once the node is back: it reaches the new one, which saves.
+        assert (job.state, job.exit_code) == ("COMPLETED", "0:0") and int(job.fields["Restarts"]) in (1, 2), text
         assert job.fields["NodeList"] == "node[0-2]"
-    assert [line[:21] for line in rank_0.read_text().splitlines() if line.startswith("generation")] == [
-        f"generation {number}: {nodes} nodes" for number, nodes in ((0, 3), (1, 2), (0, 3))
-    ], text + rank_0.read_text()
+    starts = re.findall(r"^generation (\d+): (\d) nodes", rank_0.read_text(), re.MULTILINE)
+    assert starts[:2] == [("0", "3"), ("1", "2")] and {nodes for _, nodes in starts[2:]} == {"3"}, text
     done = pretrain(*flags, "--micro-batch-size", "1", "--log-dir", tmp_path / "whole")
     assert done.returncode == 0, done.stderr
     found, wanted = metrics(run), metrics(tmp_path / "whole")

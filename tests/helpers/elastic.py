@@ -34,8 +34,9 @@ class ElasticRun:
             program: instead of pretrain_gpt.py, a program that takes `folder` and `flags`.
             lost: seconds without a sign of life after which a node is lost.
 
-        `wait` is the minutes that nodes started next wait for MIN nodes.
+        Nodes that are started next wait `wait` minutes for MIN nodes, and have `ranks` ranks.
         """
+        self.ranks = 1
         self.folder, self.nodes, self.flags, self.wait = folder, nodes, [str(flag) for flag in flags], 5.0
         self.lost = lost
         self.port, self.program = free_port(), program
@@ -59,7 +60,7 @@ class ElasticRun:
 
     def _cold(self, env: dict[str, str], out: Path) -> subprocess.Popen[bytes]:
         """Start a node as a user does."""
-        command = ["bash", ROOT / "scripts" / "launch.sh", "--nproc", "1", "--elastic", self.nodes]
+        command = ["bash", ROOT / "scripts" / "launch.sh", "--nproc", str(self.ranks), "--elastic", self.nodes]
         command += ["--wait", str(self.wait), "--rdzv-endpoint", f"localhost:{self.port}", *self.flags]
         foreign = ("SLURM", "TORCHELASTIC", "MASTER_")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
@@ -69,7 +70,7 @@ class ElasticRun:
 
     def _warm(self, env: dict[str, str], out: Path) -> WarmProgram:
         """Start a node as launch.sh does, in a process that has imported torch already."""
-        words = [self.folder / "ranks", self.wait, "--nnodes", self.nodes, "--nproc-per-node", 1, "--role", ""]
+        words = [self.folder / "ranks", self.wait, "--nnodes", self.nodes, "--nproc-per-node", self.ranks, "--role", ""]
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--redirects", 3, "--tee", 3]
         env = {**env, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${role_name}"}
         return WarmProgram("scripts/launch_ranks.py", [*words, self.program, self.folder, *self.flags], env, (out, out))

@@ -47,7 +47,7 @@ def test_lion_is_the_same_in_every_layout(ranks) -> None:
     check_bytes(one, [alone.outcome])
     check_bytes(three, [found.outcome for found in spread])
     config = one.config()
-    assert Rates.of(config, LION) == (8, 8, 8, 8, 24, 5 * 8)
+    assert Rates.of(config, LION) == (8, 8, 8, 8, 24, 16, 5 * 8)
     kinds = {name.split(".")[0] for name in pretended_shards(config, one.layout, 0, torch.float64)}
     assert kinds == {"model", "direction"}
 
