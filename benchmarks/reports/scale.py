@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from benchmarks.reports.blocks import markdown, write_blocks
-from benchmarks.reports.goodput import best_interval, goodput, mean_time_between_failures
 from benchmarks.reports.pictures import lines
 from benchmarks.reports.rehearsals import Asked, rehearse_all, resolved
 from megazero.plan.layout.topology import AXES, SUB_AXES, Layout
 from megazero.price.bytes.estimate import estimate
+from megazero.price.goodput import LLAMA_3_DEVICE_HOURS, SECONDS_PER_HOUR, best_interval, goodput
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "scale.md"
 DEVICES = (1_024, 4_096, 10_240, 16_384)
@@ -46,7 +46,7 @@ def saves() -> dict[str, str]:
     """Sizes and times of checkpoints; failures, the best interval, goodput."""
     rows = []
     for devices in DEVICES:
-        between = mean_time_between_failures(devices)
+        between = LLAMA_3_DEVICE_HOURS * SECONDS_PER_HOUR / devices
         for name, parameters in PARAMETERS.items():
             total = STATE_BYTES * parameters
             written = total / 1e9 / (WRITE_GB * devices / 8)
@@ -65,7 +65,7 @@ def saves() -> dict[str, str]:
         "`--save`: stall, best interval, goodput",
         "`--async-save`",
     ]
-    between = mean_time_between_failures(10_240)
+    between = LLAMA_3_DEVICE_HOURS * SECONDS_PER_HOUR / 10_240
     minutes = [2 ** (step / 8) for step in range(-8, 73)]
     series = {}
     for title, stall in (("save, 1T: 4.7 s", 4.7), ("async save, 1T: 0.06 s", 0.06), ("a save of 60 s", 60.0)):

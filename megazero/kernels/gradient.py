@@ -1,6 +1,7 @@
 """`gradient`: runs a layer's autograd graph backward, without torch's check of shapes in Python.
 
-That check imports sympy: half a thousand files and a third of a second of every start. The engine in C++ checks too.
+That check imports sympy: half a thousand files and a third of a second of a start. The engine in C++ checks too. GPU
+runs import sympy nevertheless, because torch checks operators on tensors without data in Python (`price.trace`).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Rank 0 alone writes it, and report.html. A failure to write is a warning, becaus
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -27,9 +28,10 @@ from megazero.log import log
 from megazero.model.stage import declare
 from megazero.observe.progress_line import Record
 from megazero.observe.report.lost_time import goodput_line
-from megazero.observe.report.runs import EVENTS, read_run
+from megazero.observe.report.runs import EVENTS, read_events, read_run
 from megazero.observe.start_clock import Lost, StartClock
 from megazero.plan.layout.layers import active_parameters, num_parameters
+from megazero.units import things
 
 ROOT = Path(__file__).resolve().parents[2]
 GIT_SECONDS = 2.0
@@ -49,6 +51,7 @@ class RunEvents:
         self.command, self.config, self.mesh, self.clock = command, config, mesh, clock or StartClock()
         self.folder = Path(config.log.log_dir) if config.log.log_dir and mesh.rank == 0 else None
         self.started: int | None = None  # after which iteration; None: there was nothing to do
+        self.lost = Lost()
 
     @functools.cached_property
     def about(self) -> Record:
@@ -66,18 +69,38 @@ class RunEvents:
 
         A start at 0 deletes the events of an older run.
         """
-        self.started = iteration
+        self.started, self.lost = iteration, lost
         if self.folder is not None:
-            event = {**_event("start", iteration), "command": sys.argv, "seconds": self.clock.parts}
+            event = {**_event("start", iteration), "command": sys.argv, "seconds": dict(self.clock.parts)}
             event |= {"lost_iterations": lost.iterations, "lost_seconds": lost.seconds}
-            event["down_seconds"] = max(0.0, self.clock.began - lost.until) if iteration else 0.0
+            event["down_seconds"] = max(0.0, self.clock.began - self._alive()) if iteration else 0.0
             self._add(event | {"config": asdict(self.config)} | self.about, "a" if iteration else "w")
 
-    def end(self, iteration: int, why: str) -> None:
-        """Record an end after `iteration`, and write report.html if there were iterations."""
+    def first_step(self, iteration: int) -> Record:
+        """Return the parts of the start for the first record after it, and report them if it is a resume."""
+        if self.started is None or iteration != self.started + 1:
+            return {}
+        self.clock.mark("first step")
+        found: Record = {"start_seconds": self.clock.parts}
+        if self.started:
+            parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.clock.parts.items())
+            words = f"resumed in {sum(self.clock.parts.values()):.1f} s: {parts}"
+            if self.lost.until:
+                found["recovery_seconds"] = time.time() - self.lost.until
+                words += f"; {found['recovery_seconds']:.1f} s after the last record"
+            again = f"; {things(self.lost.iterations, 'iteration')} to compute again" if self.lost.iterations else ""
+            log.info(words + again)
+        return found
+
+    def end(self, iteration: int, why: str, pauses: Record) -> None:
+        """Record an end after `iteration`, and write report.html if there were iterations.
+
+        Args:
+            pauses: since the last record.
+        """
         if self.folder is None or self.started is None:
             return
-        self._add(_event("end", iteration) | {"why": why})
+        self._add(_event("end", iteration) | {"why": why} | pauses)
         if iteration == self.started:
             return
         from megazero.observe.report.page import write_report
@@ -94,6 +117,12 @@ class RunEvents:
         if self.started is not None:
             why = f"{type(error).__name__}: {error}"
             self._add(_event("end", iteration) | {"why": why})
+
+    def _alive(self) -> float:
+        """Return the Unix time of the last record or event of the run."""
+        with contextlib.suppress(OSError):
+            return max([self.lost.until, *(event.get("at", 0.0) for event in read_events(self.folder or Path()))])
+        return self.lost.until
 
     def _add(self, event: Record, mode: str = "a") -> None:
         if self.folder is None:

@@ -16,6 +16,7 @@ from megazero.config.schema import Config
 from megazero.files import OutputFile, explain, read_regular, replace_file
 from megazero.log import log
 from megazero.observe.progress_line import InUse, ProgressLine, Record
+from megazero.observe.report.runs import parse
 from megazero.observe.start_clock import Lost
 
 
@@ -119,10 +120,9 @@ class MetricsFile:
         if path.exists() and start_iteration == 0:
             os.replace(path, path.with_name("metrics.previous.jsonl"))
         elif path.exists():
-            last = math.inf if start_iteration is None else start_iteration
-            lines, written = read_regular(path).decode(errors="replace").splitlines(), path.stat().st_mtime
-            self.lost = _lost([line for line in lines if _iteration(line) > last], written)
-            replace_file(path, "".join(line + "\n" for line in lines if _iteration(line) <= last))
+            lines = read_regular(path).decode(errors="replace").splitlines()
+            kept, self.lost = _divide(lines, math.inf if start_iteration is None else start_iteration)
+            replace_file(path, "".join(line + "\n" for line in kept))
         self.path, self.pending = path, list[bytes]()
         self.file = OutputFile(path, at=path.stat().st_size if path.exists() else 0)
 
@@ -143,18 +143,23 @@ class MetricsFile:
         self.file.close()
 
 
-def _lost(lines: list[str], written: float) -> Lost:
-    """Count whole lines. written: Unix time of the last one."""
-    seconds = [json.loads(line).get("step_seconds") or 0.0 for line in lines if math.isfinite(_iteration(line))]
-    return Lost(len(seconds), sum(seconds), written)
+def _divide(lines: list[str], last: float) -> tuple[list[str], Lost]:
+    """Return the lines of iterations up to `last`, and the others' number and seconds. Torn lines are neither.
 
-
-def _iteration(line: str) -> float:
-    """Return the iteration of a line of metrics.jsonl; infinity for a torn line."""
-    try:
-        return json.loads(line)["iteration"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return math.inf
+    Lines are read from the end, because iterations of training ascend. Evaluations (--eval-only) may be among them.
+    """
+    tail: list[tuple[str, Record]] = []
+    until = 0.0
+    while lines:
+        record = parse(lines[-1])
+        until = max(until, record.get("at", 0.0))
+        if "step_seconds" in record and record["iteration"] <= last:
+            break
+        tail.append((lines.pop(), record))
+    kept = [line for line, record in reversed(tail) if record.get("iteration", math.inf) <= last]
+    lost = [record for _, record in tail if "step_seconds" in record]
+    seconds = sum(record["step_seconds"] + sum(record.get("pause_seconds", {}).values()) for record in lost)
+    return lines + kept, Lost(len(lost), seconds, until)
 
 
 def finite(record: Record) -> Record:
@@ -240,6 +245,6 @@ def flatten(record: Record) -> dict[str, float]:
     for key, value in record.items():
         if isinstance(value, dict):
             flat |= {f"{key}/{inner}": v for inner, v in value.items() if isinstance(v, (int, float))}
-        elif isinstance(value, (int, float)) and key != "iteration":
+        elif isinstance(value, (int, float)) and key not in ("iteration", "at"):
             flat[key] = value
     return flat

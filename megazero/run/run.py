@@ -74,16 +74,18 @@ class TrainingRun:
                     self.checkpoints.save(progress, last=True)  # the weights of the last good update
                     raise
                 self.watchdog.doing = f"the end of iteration {progress.iteration}"
-                writers.write(record)
+                writers.write(record | events.first_step(progress.iteration))
                 self._check_alive()
                 if trainer.due(config.monitor.check_replicas_interval):
                     check_replicas(trainer.engine, progress.iteration)
                 if trainer.due(config.checkpoint.save_interval):
-                    self.checkpoints.save(progress)
+                    self._save()
                 if trainer.due(config.checkpoint.memory_checkpoint_interval):
-                    self.checkpoints.save_in_memory(progress)
+                    with trainer.pauses.of("memory_save"):
+                        self.checkpoints.save_in_memory(progress)
                 if self.exports is not None and trainer.due(config.checkpoint.save_hf_interval):
-                    self.exports.export(progress)
+                    with trainer.pauses.of("export"):
+                        self.exports.export(progress)
                 if trainer.due(config.checkpoint.exit_interval):
                     log.info(f"--exit-interval {config.checkpoint.exit_interval}: stopping")
                     break
@@ -96,7 +98,7 @@ class TrainingRun:
         trainer.profiler.close()
         self.watchdog.doing = ""
         if progress.iteration:
-            self.checkpoints.save(progress, last=True)
+            self._save(last=True)
             self.checkpoints.end_in_memory(progress)
             self._export_last()
         trainer.engine.wait()
@@ -104,19 +106,23 @@ class TrainingRun:
             agent.leave(agent.STOPPED, stop.name)
             kept = self.checkpoints.saved_at == progress.iteration
             log.info(stopped_words(progress.iteration, stop.why, config.checkpoint if kept else None))
-        events.end(
-            progress.iteration, stop.why if stop else "done" if progress.iteration >= last else "--exit-interval"
-        )
+        why = stop.why if stop else "done" if progress.iteration >= last else "--exit-interval"
+        events.end(progress.iteration, why, trainer.pauses.take())
         return stop
+
+    def _save(self, last: bool = False) -> None:
+        with self.trainer.pauses.of("save"):
+            self.checkpoints.save(self.trainer.progress, last)
 
     def _export_last(self) -> None:
         """Export the last iteration of the run. A run that stops earlier only waits for an export that has begun."""
         if self.exports is None:
             return
-        if self.trainer.progress.iteration >= self.config.training.train_iters:
-            self.exports.export(self.trainer.progress, last=True)
-        else:
-            self.exports.finish(all_ranks=True)
+        with self.trainer.pauses.of("export"):
+            if self.trainer.progress.iteration >= self.config.training.train_iters:
+                self.exports.export(self.trainer.progress, last=True)
+            else:
+                self.exports.finish(all_ranks=True)
 
     def evaluate(self, load: Path) -> Wish | None:
         """Evaluate the weights of `load` on --eval-split; returns the request that stopped it earlier."""
@@ -154,7 +160,7 @@ class TrainingRun:
         wish = Wish(self.mesh.agree(self.wishes.now(), MAX))
         progress = self.trainer.progress
         if wish == Wish.SAVE and progress.iteration and self.checkpoints.saved_at != progress.iteration:
-            self.checkpoints.save(progress)
+            self._save()
         self.wishes.obey(wish)
         return wish if wish.stops else None
 

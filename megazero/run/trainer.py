@@ -16,6 +16,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.kernels.choices import choose_kernels, choose_matmul_backend
 from megazero.log import log
 from megazero.memory.fragmentation import device_fragmentation
+from megazero.observe.pauses import Pauses
 from megazero.observe.profiling import Profiler
 from megazero.observe.progress_line import Record
 from megazero.observe.watchdog import Watchdog
@@ -33,6 +34,7 @@ class Trainer:
     Attributes:
         choices: a text that names the measured choices of matrix products and kernels, for the start screen.
         progress: advanced by `iterate`; a resume sets it.
+        pauses: since the last record.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Trainer:
         self.choices = "\n".join(filter(None, (products, kernels)))
         self.engine = Engine(self.config, mesh, max(1, len(datasets.named)))
         self.profiler = Profiler(self.config, self.engine)
-        self.progress = Progress()
+        self.progress, self.pauses = Progress(), Pauses()
         self.skip_reason: str | None = None  # cause, if the last iteration made no update
         self.left_out = skipped_samples(config)
         self.peak_flops = peak_flops(card_name(mesh.device), config.training)
@@ -114,14 +116,16 @@ class Trainer:
             batch = f"samples {first} to {progress.consumed_samples - 1}"
             log.info(f"iteration {progress.iteration}, of {batch}, makes no update: {result.skip_reason}")
         if self.due(config.evaluation.eval_interval):
-            found = self.evaluate()
+            with self.pauses.of("evaluation"):
+                found = self.evaluate()
             record["validation_loss"] = found.loss
             if found.loss_by_corpus:
                 record["validation_loss_by_corpus"] = found.loss_by_corpus
         if self.sampler is not None and self.due(config.log.sample_interval):
             self.watchdog.doing = f"sampling texts after iteration {progress.iteration}"
-            record["samples"] = self.sampler.run()
-        return record
+            with self.pauses.of("samples"):
+                record["samples"] = self.sampler.run()
+        return record | self.pauses.take() | {"at": time.time()}
 
     def _skip_samples(self) -> None:
         """If the next batch would contain a sample of --skip-samples, continue after the last of these."""

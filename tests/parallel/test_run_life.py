@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -27,6 +28,7 @@ from megazero.observe import stragglers
 from megazero.observe.timeline import Interval
 from megazero.plan.layout.owned import rank_parts
 from megazero.plan.program.operations import Forward
+from megazero.run.checkpoints import Checkpoints
 from megazero.run.replicas import check_replicas
 from megazero.run.resume import find_checkpoint
 from megazero.run.run import TrainingRun
@@ -492,6 +494,53 @@ def test_a_run_leaves_its_starts_its_ends_and_a_report(corpus: str, tmp_path: Pa
     with pytest.raises(TypeError):
         quietly(fails)
     assert events_of(tmp_path)[-1] == ("end", 3, "TypeError: 'NoneType' object is not callable")
+
+
+def test_the_time_of_resumed_runs_is_recorded(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Saves and evaluations between steps, the last save, which is slow, and the first step after a resume.
+
+    The newest checkpoint is lost, so that two iterations are computed again.
+    """
+    log = LogConfig(log_dir=str(tmp_path))
+    config = replace(configured(corpus, tmp_path, 5, load=str(tmp_path), save_interval=3), log=log)
+    config = replace(config, evaluation=replace(config.evaluation, eval_interval=4, eval_iters=1))
+    save = Checkpoints.save
+
+    def slow(checkpoints: Checkpoints, progress: Any, last: bool = False) -> None:
+        save(checkpoints, progress, last)
+        if last:
+            time.sleep(0.3)
+
+    monkeypatch.setattr(Checkpoints, "save", slow)
+
+    def records() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    def events() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+
+    quietly(run_of(0, 1, config))
+    first = records()
+    assert [list(record.get("pause_seconds", {})) for record in first] == [[], [], [], ["save", "evaluation"], []]
+    assert events()[1]["pause_seconds"]["save"] >= 0.3
+    assert list(first[0]["start_seconds"]) == ["checkpoint", "first step"] and "recovery_seconds" not in first[0]
+    assert not any("start_seconds" in record for record in first[1:])
+
+    shutil.rmtree(tmp_path / "iter_0000005")
+    (tmp_path / "latest").write_text("iter_0000003")
+    capfd.readouterr()
+    run = run_of(0, 1, config)
+    run.train(find_checkpoint(config, run.mesh.host_group))
+    said, again = capfd.readouterr().out, records()[3]
+    assert again["iteration"] == 4 and again["start_seconds"]["first step"] >= again["step_seconds"]
+    assert again["recovery_seconds"] == pytest.approx(again["at"] - first[4]["at"], abs=0.1)
+    assert "resumed in " in said and "s after the last record; 2 iterations to compute again\n" in said
+    start = events()[2]
+    lost = sum(record["step_seconds"] + sum(record.get("pause_seconds", {}).values()) for record in first[3:])
+    assert start["lost_iterations"] == 2 and start["lost_seconds"] == pytest.approx(lost)
+    assert start["down_seconds"] <= start["at"] - events()[1]["at"]  # the slow save is no time without a process
 
 
 def test_a_report_that_fails_fails_no_run(corpus: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

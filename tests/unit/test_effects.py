@@ -75,7 +75,7 @@ FLIPPED = {
     "clip-grad": ("--clip-grad 0.5", ""),
     "tensor-model-parallel-size": (TP, ""),
     "context-parallel-size": (CP, ""),
-    "cp-exchange": ("--cp-exchange ring", CP),
+    "cp-exchange": ("--cp-exchange ring", f"{CP} --precision bf16"),
     "pipeline-model-parallel-size": (PP, ""),
     "pipeline-schedule": ("--pipeline-schedule gpipe", PP),
     "virtual-pipeline-stages": ("--virtual-pipeline-stages 2 --pipeline-schedule interleaved", PP),
@@ -95,7 +95,6 @@ FLIPPED = {
     "hidden-dropout": ("--hidden-dropout 0.5", ""),
     "world-size": ("--world-size 4", ""),
     "device-type": ("--device-type v100-32gb", ""),
-    "mtbf": ("--mtbf 40000", ""),
     "moe-plan-imbalance": ("--moe-plan-imbalance 1.5", f"{EXPERTS} --expert-model-parallel-size 2"),
 }
 # Flags that no plan can see -> a test that does; its file has the flag's name.
@@ -151,6 +150,7 @@ SEEN = {
     "split": "unit/test_data_samples.py",
     "split-by": "unit/test_data_samples.py",
     "tokenizer": "unit/test_data_tokenizer.py",
+    "mtbf": "unit/test_goodput.py",
     "eod-mask-loss": "end_to_end/test_reference_run.py",
     "reset-attention-mask": "end_to_end/test_reference_run.py",
     "reset-position-ids": "end_to_end/test_reference_run.py",

@@ -54,6 +54,52 @@ def test_the_formula_agrees_with_a_simulation(case: tuple[float, float, float, f
     assert statistics.fmean(found) > interval + save
 
 
+def nested(memory: tuple[float, float, float], copies: int, save: float, mtbf: float, both: float) -> list[float]:
+    """Simulate 4,000 stretches between saves to disk, of `copies` intervals with a copy to memory each.
+
+    A share `both` of failures takes both copies: the stretch begins again, after a restart from the disk, which takes
+    as long as the save and 30 s.
+    """
+    draw, found, (interval, copy, restart) = random.Random(7), list[float](), memory
+    failure = draw.expovariate(1 / mtbf)
+    for _ in range(4000):
+        spent, done, restarting = 0.0, 0, 0.0
+        while done <= copies:
+            needed = restarting or (interval + copy if done < copies else save)
+            spent += min(failure, needed)
+            if failure >= needed:
+                failure, done, restarting = failure - needed, done if restarting else done + 1, 0.0
+                continue
+            failure, lost = draw.expovariate(1 / mtbf), draw.random() < both
+            done, restarting = 0 if lost else done, 30.0 + save if lost else restarting or restart
+        found.append(spent)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("memory", "copies", "save", "mtbf", "both"),
+    [((60.0, 1.0, 60.0), 40, 30.0, 2000.0, 0.05), ((100.0, 0.5, 60.0), 80, 40.0, 11_000.0, 0.01)],
+)
+def test_memory_and_rare_saves_to_disk_agree_with_a_simulation(
+    memory: tuple[float, float, float], copies: int, save: float, mtbf: float, both: float
+) -> None:
+    """Their goodput is the product of both, as `ways` takes it. The error of a share is that of the mean stretch."""
+    found = nested(memory, copies, save, mtbf, both)
+    trained = copies * memory[0]
+    share = trained / statistics.fmean(found)
+    error = share * statistics.stdev(found) / math.sqrt(len(found)) / statistics.fmean(found)
+    rare = goodput(trained, save, 30.0 + save, mtbf / both)
+    assert abs(share - goodput(*memory, mtbf) * rare) < 4.5 * error < 0.02
+
+
+def test_where_the_formula_of_first_order_holds() -> None:
+    """It is too low by less than the square of the lost share, if saves are short next to the interval."""
+    for interval, save, restart, mtbf in ((600.0, 5.0, 90.0, 36_000.0), (400.0, 4.0, 600.0, 17_800.0), CASES[1]):
+        lost = save / interval + (interval / 2 + restart) / mtbf
+        assert 0 < goodput(interval, save, restart, mtbf) - (1 - lost) < lost**2
+    assert goodput(50.0, 10.0, 30.0, 20.0) > 0.02 and 10 / 50 + (25 + 30) / 20 > 1  # it would be below 0
+
+
 def test_the_best_interval_loses_least() -> None:
     """It does so where saves are short next to the time between failures."""
     for save, mtbf in ((5.0, 36_000.0), (0.1, 1000.0), (60.0, 86_400.0)):
@@ -96,6 +142,8 @@ def test_ways_of_a_job() -> None:
         assert disk.interval == pytest.approx(math.sqrt(2 * disk.save * mtbf))
         assert disk.restart == pytest.approx(60 + disk.save) and memory.restart < disk.restart
         assert memory.interval < disk.interval and disk.goodput < memory.goodput < 1
+        rare = goodput(disk.interval * 10, disk.save, disk.restart, mtbf * 100)  # one failure in 100 takes both copies
+        assert memory.goodput == pytest.approx(goodput(*memory[1:4], mtbf) * rare, rel=1e-14)
     background = parse(f"{FLAGS} --save s --async-save".split())
     quick, _ = ways(background, device, 8, 50_000)
     slow, _ = ways(config, device, 8, 50_000)

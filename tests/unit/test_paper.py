@@ -1,11 +1,10 @@
-"""The ZeRO paper's numbers by formula, and its formulas against rehearsed ranks; the goodput of large jobs."""
+"""The ZeRO paper's numbers by formula, and its formulas against rehearsed ranks."""
 
 from __future__ import annotations
 
 import pytest
 
 from benchmarks.reports.blocks import write_blocks
-from benchmarks.reports.goodput import LLAMA_3_DEVICE_HOURS, best_interval, goodput, mean_time_between_failures
 from benchmarks.reports.rehearsals import Asked, flags_of, rehearse_one, resolved, states
 from benchmarks.reports.states import table_2_cells
 from benchmarks.reports.zero_theory import (
@@ -62,18 +61,6 @@ def test_a_rehearsed_ranks_states_and_traffic_are_the_formulas() -> None:
     assert states(found.memory) == pytest.approx(psi * bytes_per_parameter(3, 1024), rel=1e-3)
     # the block and the tied table are gathered twice and reduced; positions and the last norm are gathered once
     assert 2.99 < found.traffic["dp"] / 2 / psi * 1024 / 1023 < 3.003
-
-
-def test_goodput() -> None:
-    """Young's interval is the best of the formula's, and Llama 3's job fails as often as was reported."""
-    between = mean_time_between_failures(16_384)
-    assert 54 * 86400 / between == pytest.approx(419)
-    assert mean_time_between_failures(1) == 3600 * LLAMA_3_DEVICE_HOURS
-    best = best_interval(5.0, between)
-    shares = [goodput(best * factor, 5.0, 600.0, between) for factor in (0.5, 0.9, 1.0, 1.1, 2.0)]
-    assert max(shares) == shares[2] > 0.9
-    assert goodput(3600.0, 0.0, 0.0, 1e12) == pytest.approx(1)
-    assert goodput(1.0, 10.0, 0.0, 100.0) == 0
 
 
 def test_blocks_of_a_page(tmp_path) -> None:

@@ -1,11 +1,12 @@
-"""The time of a run that its steps do not have: starts, steps that are computed again, saves and evaluations."""
+"""Goodput: the time of a run in steps that are kept, and the causes of the rest. docs/metrics.md defines them."""
 
 from __future__ import annotations
 
+from megazero.observe.pauses import PAUSES
 from megazero.observe.report.runs import Run, axis_values
 from megazero.units import duration
 
-KEPT, AGAIN, DOWN, OTHER = "steps that are kept", "steps computed again", "no process", "saves, evaluation, others"
+KEPT, AGAIN, DOWN, OTHER = "steps that are kept", "steps computed again", "no process", "all else"
 
 
 def spent(run: Run) -> dict[str, float]:
@@ -19,9 +20,11 @@ def spent(run: Run) -> dict[str, float]:
     for start in starts:
         for part, seconds in start["seconds"].items():
             found[f"start: {part}"] = found.get(f"start: {part}", 0.0) + seconds
+    moments = [*run.records, *run.events]
+    for key, cause in PAUSES.items():
+        found[cause] = sum(each.get("pause_seconds", {}).get(key, 0.0) for each in moments)
     begin = starts[0]["at"] - sum(starts[0]["seconds"].values())
-    ends = [event["at"] for event in run.events if event.get("event") == "end"]
-    total = max(run.written, *ends, begin) - begin if ends else max(run.written, begin) - begin
+    total = max(each.get("at", begin) for each in moments) - begin
     found[OTHER] = max(0.0, total - sum(found.values()))
     return found
 
@@ -32,7 +35,8 @@ def goodput_line(run: Run) -> str:
     total = sum(found.values())
     if not total:
         return ""
-    causes = [f"{cause} {duration(seconds)}" for cause, seconds in found.items() if cause != KEPT]
-    large = [words for words, seconds in zip(causes, list(found.values())[1:], strict=True) if seconds >= total / 100]
+    causes = {cause: seconds for cause, seconds in found.items() if cause != KEPT and not cause.startswith("start: ")}
+    causes = {"starts": sum(found.values()) - sum(causes.values()) - found[KEPT]} | causes
+    large = [f"{cause} {seconds / total:.1%}" for cause, seconds in causes.items() if seconds >= total / 100]
     rest = f"; {', '.join(large)}" if large else ""
     return f"{found[KEPT] / total:.1%} of {duration(total)} in {KEPT}{rest}"

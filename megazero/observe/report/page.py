@@ -14,7 +14,7 @@ import numpy as np
 
 from megazero.files import replace_file
 from megazero.observe.report.chart import MOST_COLUMNS, Chart, HeatMap, Line, heat_map, line_chart
-from megazero.observe.report.lost_time import spent
+from megazero.observe.report.lost_time import KEPT, spent
 from megazero.observe.report.runs import METRICS, Curve, Record, Run, curve, keys_of, read_run, smooth
 from megazero.plan.layout.topology import Layout
 from megazero.units import count, duration, ranges, size, things
@@ -81,6 +81,7 @@ def page(run: Run) -> str:
         memory=_bars(last.get("memory_bytes"), MEMORY),
         traffic=_bars(last.get("traffic_bytes"), TRAFFIC),
         time=_shares(spent(run)),
+        resumes=_resumes(run),
         given=[f"--{name.replace('_', '-')}" for name in start.get("given", ())],
         options=_options(start.get("config", {})),
         command=shlex.join(start.get("command", ())),
@@ -117,6 +118,8 @@ def _cards(run: Run) -> list[tuple[str, str]]:
     for name, key, form in MEDIANS:
         if len(values := curve(run, key).y):
             cards.append((f"{name}, median", format(np.median(values), form)))
+    if causes := spent(run):
+        cards.append((f"goodput: time in {KEPT}", f"{causes[KEPT] / sum(causes.values()):.1%}"))
     if len(peak):
         cards.append(("peak memory of rank 0", size(round(float(peak.max())))))
     if skipped := sum(bool(record.get("skipped")) for record in run.records):
@@ -260,6 +263,18 @@ def _shares(seconds: dict[str, float]) -> list[tuple[str, float, str]]:
     total, most = sum(seconds.values()), max(seconds.values(), default=0.0)
     shown = {cause: value for cause, value in seconds.items() if value}
     return [(cause, value / most, f"{duration(value)}, {value / total:.1%}") for cause, value in shown.items()]
+
+
+def _resumes(run: Run) -> list[tuple[str, str]]:
+    """Return the iteration of each resume, and its causes of lost time."""
+    rows = []
+    for start in run.starts[1:]:
+        parts = {"no process": start.get("down_seconds", 0.0), **start.get("seconds", {})}
+        words = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items())
+        if again := start.get("lost_iterations"):
+            words += f"; {things(again, 'iteration')} of {start['lost_seconds']:.1f} s computed again"
+        rows.append((f"resumed after iteration {start['iteration']:,}", words))
+    return rows
 
 
 def _options(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:

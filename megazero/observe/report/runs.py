@@ -17,7 +17,8 @@ XAxis = Literal["iteration", "tokens", "hours"]
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 MAX_BYTES = 64 << 20  # of metrics.jsonl; of a longer file, every n-th iteration is read
-ALWAYS_READ = b'"validation_loss"', b'"samples"', b'"moe_choices"'  # keys of iterations that are read in any case
+# keys of iterations that are read in any case
+ALWAYS_READ = b'"validation_loss"', b'"samples"', b'"pause_seconds"', b'"moe_choices"'
 POINTS = 600  # of a drawn curve: about one per pixel
 
 
@@ -35,7 +36,6 @@ class Run:
     records: tuple[Record, ...]
     events: tuple[Record, ...] = ()
     stride: int = 1
-    written: float = 0.0  # Unix time of the last record
 
     @property
     def starts(self) -> list[Record]:
@@ -68,19 +68,21 @@ def read_run(folder: Path) -> Run:
     with metrics.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number % stride == 0 or any(key in line for key in ALWAYS_READ):
-                record = _parse(line)
+                record = parse(line)
                 if isinstance(record.get("iteration"), int) and "loss" in record:  # else --eval-only wrote it
                     found[record["iteration"]] = record
     if not found:
         raise ValueError(f"{metrics} has no iteration yet")
+    return Run(folder.resolve().name, tuple(found[i] for i in sorted(found)), tuple(read_events(folder)), stride)
+
+
+def read_events(folder: Path) -> list[Record]:
+    """Read the whole lines of events.jsonl; none if it is missing."""
     events = folder / EVENTS
-    lines = events.read_bytes().splitlines() if events.is_file() else []
-    records = tuple(found[i] for i in sorted(found))
-    written = metrics.stat().st_mtime
-    return Run(folder.resolve().name, records, tuple(filter(None, map(_parse, lines))), stride, written)
+    return list(filter(None, map(parse, events.read_bytes().splitlines()))) if events.is_file() else []
 
 
-def _parse(line: bytes) -> Record:
+def parse(line: bytes | str) -> Record:
     """Return the object of a line; an empty one for a torn line."""
     try:
         record = json.loads(line)

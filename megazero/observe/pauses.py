@@ -1,0 +1,38 @@
+"""`Pauses`: the seconds between steps in which a run does something else, by cause."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+# key of `pause_seconds` in metrics.jsonl and events.jsonl -> cause in report.html
+PAUSES = {
+    "save": "saves that stop training",
+    "memory_save": "saves to memory that stop training",
+    "export": "exports",
+    "evaluation": "evaluation",
+    "samples": "text samples",
+}
+
+
+class Pauses:
+    """Measures pauses of this rank."""
+
+    def __init__(self) -> None:
+        self._seconds = Counter[str]()
+
+    @contextlib.contextmanager
+    def of(self, cause: str) -> Iterator[None]:
+        """Count the time within as a pause. cause: a key of PAUSES."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[cause] += time.perf_counter() - start
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """Return the pauses since the last call, as `pause_seconds`; nothing if there were none."""
+        taken, self._seconds = dict(self._seconds), Counter()
+        return {"pause_seconds": taken} if taken else {}
