@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from megazero.plan.layout.topology import Layout
     from megazero.run.relayout import Question
 
+LOCK_SECONDS = 180.0  # in which a lost node gives up the lock of --save: file servers wait so long for a client
 HANG_PATIENCE_SECONDS = 10.0  # in which the watchdogs of the other ranks see the hang too
 
 
@@ -306,7 +307,9 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
         mesh.world.hosts,
     )
     with mesh.world.peer_errors("looking for a checkpoint"):
-        lock = checkpoint.lock(Path(config.checkpoint.save), mesh.host_group) if config.checkpoint.save else None
+        lock, patience = None, LOCK_SECONDS if config.parallel.elastic else 0.0
+        if config.checkpoint.save:
+            lock = checkpoint.lock(Path(config.checkpoint.save), mesh.host_group, patience)
         load = find_checkpoint(config, mesh.host_group)
         if plan.question is not None:
             relayout.complete(plan.question, world.rank, world.size, mesh.host_group)

@@ -52,6 +52,7 @@ FIRST_CALL, LAST_CALL = 20.0, 2.0  # seconds to wait for more nodes than MIN: at
 SETTLE_SECONDS = 3.0  # in which several nodes that come back are taken in together
 ANSWER_SECONDS = 60.0  # until the store answers
 SAY_SECONDS = 5.0  # of waiting, before a line is printed
+SAVE_SECONDS = 600  # that ranks have to end their step and save, once this agent ends
 TRIES = 3  # failures in a row without a new checkpoint
 MANY = 10**6  # restarts
 SAVED_EARLY, INTERRUPTED = 75, 130  # exit codes of ranks
@@ -276,7 +277,8 @@ class Agent(LocalElasticAgent):
         text, code = self.report(ChildFailedError("", self.failed.failures))
         if self.trained:
             text = f"{self.in_a_row} failures in a row, each after iteration {began or 'unknown'}; the last: {text}"
-        raise self.meeting.end(text, code)
+            raise self.meeting.end(text, code)
+        raise Ended(text, code)  # perhaps only this node is faulty, or its flags: the others decide for themselves
 
 
 def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report) -> None:
@@ -311,6 +313,7 @@ def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report
         logs_specs=config.logs_specs,
         start_method=config.start_method,
         exit_barrier_timeout=ANSWER_SECONDS,
+        shutdown_timeout=SAVE_SECONDS,
         log_line_prefix_template=config.log_line_prefix_template,
     )
     try:

@@ -106,11 +106,13 @@ def read_state(path: Path, group: Group = None) -> dict[str, Any]:
     return from_rank_0(lambda: manifest.read_state(path), group)
 
 
-def lock(root: Path, group: Group = None) -> SaveLock | None:
+def lock(root: Path, group: Group = None, patience: float = 0.0) -> SaveLock | None:
     """Take the lock of a folder of checkpoints, on rank 0 for all ranks; None on the others.
+
+    patience: seconds to wait for another holder.
 
     Raises ValueError, on every rank, if another run holds it or the folder cannot be written.
     """
     taken: list[SaveLock] = []
-    from_rank_0(lambda: taken.append(SaveLock(root)), group)
+    from_rank_0(lambda: taken.append(SaveLock(root, patience)), group)
     return taken[0] if taken else None

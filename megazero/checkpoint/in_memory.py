@@ -54,7 +54,7 @@ from megazero.files import OutputFile, crc32, explain, read_regular, write_atomi
 from megazero.log import log
 from megazero.units import size, things
 
-IDENTITY = ".memory-checkpoints"
+IDENTITY = "memory-checkpoints.id"
 PIECE_BYTES = 16 << 20  # of a file, sent at once
 KEPT = 2  # checkpoints of each copy, while one is written
 SHARED_MEMORY = "/dev/shm/megazero-{}"  # of a user

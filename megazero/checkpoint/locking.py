@@ -9,12 +9,14 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 
 from megazero.files import explain
 from megazero.log import log
 
 LOCK = ".lock"
+RETRY_SECONDS = 0.5
 _HELD = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -25,9 +27,16 @@ class SaveLock:
     A process that opens the lock file again and closes it loses the lock: nothing else may open it.
     """
 
-    def __init__(self, root: Path) -> None:
-        """ValueError, naming --save and the holder, if another process holds it, or the folder cannot be written."""
-        root = Path(root)
+    def __init__(self, root: Path, patience: float = 0.0) -> None:
+        """Take the lock.
+
+        Args:
+            patience: seconds to wait for its holder, such as a frozen or lost node's process.
+
+        Raises:
+            ValueError: it names --save, and the process that still holds the lock; or the folder cannot be written.
+        """
+        root, self._until = Path(root), time.monotonic() + patience
         now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
         text = f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
         try:
@@ -41,7 +50,14 @@ class SaveLock:
 
     def _lock(self, root: Path) -> None:
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while True:
+                try:
+                    fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                except OSError as error:
+                    if error.errno not in _HELD or time.monotonic() > self._until:
+                        raise
+                    time.sleep(RETRY_SECONDS)
         except OSError as error:
             if error.errno in _HELD:
                 holder = os.pread(self._file, 500, 0).decode(errors="replace").strip() or "another process"

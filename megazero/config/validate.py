@@ -153,10 +153,12 @@ def _check_precision_and_zero(config: Config) -> None:
             f"--optimizer-cpu-offload with --optimizer {config.optimizer.optimizer}: its updates are matrix products, "
             "which CPUs compute too slowly; use --optimizer adamw, or drop --optimizer-cpu-offload"
         )
-    if config.optimizer.optimizer_nvme_offload and config.checkpoint.async_save:
+    copies = {"async-save": config.checkpoint.async_save}
+    copies["memory-checkpoint-interval"] = bool(config.checkpoint.memory_checkpoint_interval)
+    for flag in (name for name, given in copies.items() if given and config.optimizer.optimizer_nvme_offload):
         raise ValueError(
-            "--async-save with --optimizer-nvme-offload: a save in the background copies all states to host memory; "
-            "drop one of them"
+            f"--{flag} with --optimizer-nvme-offload: a save in the background copies all states to host memory; drop "
+            "one of them"
         )
     if zero.zero_shard_size and (zero.zero_stage == 0 or zero.zero_shard_size == 1):
         raise ValueError(

@@ -82,7 +82,8 @@ def ways(config: Config, device: Device, devices: int, hours: float) -> list[Way
     sharing = min(devices, device.devices_per_node)
     send = each * sharing / (device["cluster.bandwidth"] * device["cluster.fraction"])
     memory = _way("memory", copy, send, START_SECONDS + send + copy, mtbf)
-    rare = _way("disk", disk_save, write, START_SECONDS + write, mtbf / BOTH_COPIES)
+    both = BOTH_COPIES if devices > device.devices_per_node else 1.0  # the only node has no peer
+    rare = _way("disk", disk_save, write, START_SECONDS + write, mtbf / both)
     return [disk, memory._replace(goodput=memory.goodput * rare.goodput)]
 
 

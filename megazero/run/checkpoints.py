@@ -16,6 +16,7 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard
+from megazero.comm.launch.world import generation
 from megazero.comm.mesh.collectives import MIN
 from megazero.config.schema import Config, ModelConfig
 from megazero.data.corpora import Datasets
@@ -244,9 +245,12 @@ class Checkpoints:
         assert memory is not None
         with self.mesh.world.peer_errors("planning checkpoints in memory"):
             memory.announce(self.engine.shards(), group)
-        if not options.load or Path(options.load).resolve() != Path(options.save).resolve() or options.finetune:
+        begun = not options.load or Path(options.load).resolve() != Path(options.save).resolve() or options.finetune
+        again = bool(self.config.parallel.elastic) and generation() > 0
+        if begun and not again:
             memory.settle(None)
             return None
+        load = None if begun else load  # --save has no checkpoint yet
         with self.mesh.world.peer_errors("looking for a checkpoint in memory"):
             candidates, faults = memory.find(load, group)
         for found in candidates:
@@ -283,7 +287,8 @@ class Checkpoints:
         else:
             state = RunState.parse(self.memory.read_state(found, self.mesh.host_group))
             check_model(path, state.typed_model(path), self.config.model)
-        if self.config.checkpoint.finetune or self.config.evaluation.eval_only or state.weights_only:
+        finetunes = self.config.checkpoint.finetune and found is None
+        if finetunes or self.config.evaluation.eval_only or state.weights_only:
             self._load_weights(path, state.expert_biases)
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()

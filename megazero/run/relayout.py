@@ -163,8 +163,14 @@ def _part(question: Question, numbers: list[int]) -> dict[int, Chosen] | str:
 
 
 def resuming(config: Config) -> Config:
-    """Return the options of a start of an elastic run: it resumes from --save once that holds a checkpoint."""
+    """Return the options of a start of an elastic run.
+
+    Without --load, and after ranks or nodes were lost, it resumes from --save, if that holds a checkpoint. The first
+    generation obeys --load and --finetune as any run.
+    """
     options = config.checkpoint
-    if not config.parallel.elastic or (options.load and not checkpoints(Path(options.save))):
+    if not config.parallel.elastic:
+        return config
+    if options.load and (generation() == 0 or not checkpoints(Path(options.save))):
         return config
     return replace(config, checkpoint=replace(options, load=options.save, finetune=False))

@@ -143,13 +143,22 @@ def test_a_number_of_nodes_that_no_layout_fits_is_refused_at_the_start(question:
         complete(ask, 0, 1, None)
 
 
-def test_a_start_resumes_from_what_the_run_has_saved(asked: Callable[..., Command], tmp_path: Path) -> None:
+def test_a_start_resumes_from_what_the_run_has_saved(
+    asked: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = asked("--load other --finetune").config
-    assert resuming(other).checkpoint.load == "other"
     assert resuming(asked().config).checkpoint.load == str(tmp_path)
+    for count in ("0", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        assert resuming(other).checkpoint.load == "other"  # nothing is saved
     (tmp_path / "iter_0000003").mkdir()
     found = resuming(other).checkpoint
     assert (found.load, found.finetune) == (str(tmp_path), False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # a run that begins obeys its flags
+    assert resuming(other) == other
+    back = asked(f"--load {tmp_path}/iter_0000003").config
+    assert resuming(back) == back
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     plain = replace(other, parallel=replace(other.parallel, elastic=""))
     assert resuming(plain) == plain
 
