@@ -163,17 +163,16 @@ class Communicators:
         work = collective()
         return work if self.issued is None else Work(work, self.issued, (*reads, *writes), self.pausing)
 
-    def all_gather(self, parts: list[torch.Tensor], part: torch.Tensor, group: Any, async_op: bool) -> Any:
+    def all_gather(self, parts: list[torch.Tensor], part: torch.Tensor, group: Any, async_op: bool = False) -> Any:
         """Stand in for `dist.all_gather` of parts of any size, which gloo does not have: broadcasts, as in NCCL."""
         with self.pausing():
             parts[dist.get_rank(group)].copy_(part)
-        return Several(
-            [
-                dist.broadcast(each, dist.get_global_rank(group, rank), group, async_op)
-                for rank, each in enumerate(parts)
-                if each.numel()
-            ]
-        )
+        works = [
+            dist.broadcast(each, dist.get_global_rank(group, rank), group, async_op)
+            for rank, each in enumerate(parts)
+            if each.numel()
+        ]
+        return Several(works) if async_op else None
 
     def reduce_scatter(self, out: torch.Tensor, parts: list[torch.Tensor], group: Any, async_op: bool) -> Any:
         """Stand in for `dist.reduce_scatter` of parts of any size: reductions, as in NCCL. gloo overwrites parts."""
