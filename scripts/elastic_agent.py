@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,7 +53,7 @@ FIRST_CALL, LAST_CALL = 20.0, 2.0  # seconds to wait for more nodes than MIN: at
 SETTLE_SECONDS = 3.0  # in which several nodes that come back are taken in together
 ANSWER_SECONDS = 60.0  # until the store answers
 SAY_SECONDS = 5.0  # of waiting, before a line is printed
-SAVE_SECONDS = 600  # that ranks have to end their step and save, once this agent ends
+SAVE_SECONDS = 600  # that ranks have to end their step and save, once this agent is asked to end
 TRIES = 3  # failures in a row without a new checkpoint
 MANY = 10**6  # restarts
 SAVED_EARLY, INTERRUPTED = 75, 130  # exit codes of ranks
@@ -241,6 +242,13 @@ class Agent(LocalElasticAgent):
         self.failed = result if result.state == WorkerState.FAILED else None
         return result
 
+    def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """End the ranks. death_sig: the signal to this agent; None: it ends by itself, and its ranks may hang."""
+        if death_sig is None:
+            super()._shutdown(timeout=timeout)
+        else:
+            super()._shutdown(death_sig, SAVE_SECONDS)
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Meet the other agents, and start the ranks again, unless the ranks were asked to end."""
         self._stop_workers(worker_group)
@@ -277,8 +285,7 @@ class Agent(LocalElasticAgent):
         text, code = self.report(ChildFailedError("", self.failed.failures))
         if self.trained:
             text = f"{self.in_a_row} failures in a row, each after iteration {began or 'unknown'}; the last: {text}"
-            raise self.meeting.end(text, code)
-        raise Ended(text, code)  # perhaps only this node is faulty, or its flags: the others decide for themselves
+        raise self.meeting.end(text, code)
 
 
 def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report) -> None:
@@ -313,7 +320,6 @@ def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report
         logs_specs=config.logs_specs,
         start_method=config.start_method,
         exit_barrier_timeout=ANSWER_SECONDS,
-        shutdown_timeout=SAVE_SECONDS,
         log_line_prefix_template=config.log_line_prefix_template,
     )
     try:
