@@ -143,7 +143,7 @@ def test_ways_of_a_job() -> None:
         assert disk.restart == pytest.approx(60 + disk.save) and memory.restart < disk.restart
         assert memory.interval < disk.interval and memory.goodput < 1
         assert (disk.goodput < memory.goodput) is (devices > 8)  # the only node of 8 takes both copies with it
-        both = 100 if devices > 8 else 1  # one failure in so many takes both copies
+        both = 100 if devices > 8 else 1  # one failure in n takes both copies
         rare = goodput(disk.interval * math.sqrt(both), disk.save, disk.restart, mtbf * both)
         assert memory.goodput == pytest.approx(goodput(*memory[1:4], mtbf) * rare, rel=1e-14)
     background = parse(f"{FLAGS} --save s --async-save".split())
