@@ -171,8 +171,8 @@ def test_the_same_layout_goes_on_to_the_bit(runs: Runs, nodes: str, words: str) 
         ("dp4 zero2", "abcd", "dp3 zero3", "abc"),  # a node is gone, and the next one has its part
         ("dp4 zero2", "abcd", "pp2 interleaved", "ca"),  # two that are no neighbours are gone; the others change places
         ("pp2 tp2", "aabb", "dp4 zero2", "ebbb"),  # another number of ranks on a node, and a new node, with rank 0
-        ("tp2 dp2 zero3", "abbb", "alone", "a"),
-        ("dp2 zero1", "ab", "pp2 dp2 zero-bubble", "dacb"),
+        pytest.param("tp2 dp2 zero3", "abbb", "alone", "a", marks=pytest.mark.slow),
+        pytest.param("dp2 zero1", "ab", "pp2 dp2 zero-bubble", "dacb", marks=pytest.mark.slow),
     ],
 )
 def test_another_layout_goes_on(runs: Runs, first: str, before: str, second: str, after: str) -> None:
@@ -227,7 +227,7 @@ def test_damage_is_repaired_from_the_other_copy(runs: Runs) -> None:
     ("damaged", "file", "begins", "words"),
     [
         ([8], "rank_00001.safetensors", 7, "loaded iteration 6 from the memory of 2 nodes"),
-        ([8, 6], "rank_00001.safetensors", 6, "iter_0000005 is loaded"),
+        pytest.param([8, 6], "rank_00001.safetensors", 6, "iter_0000005 is loaded", marks=pytest.mark.slow),
         ([8], "manifest.json", 7, "loaded iteration 6 from the memory of 2 nodes"),
         ([8, 6], "state.json", 6, "no node has a checkpoint in memory: "),
     ],

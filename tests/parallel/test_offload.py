@@ -60,7 +60,11 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize(("fraction", "disk"), [(1.0, False), (0.5, False), (1.0, True), (0.7, True)])
+SLOW = pytest.mark.slow  # the matrices have a share of 0.4
+SHARES = [(1.0, False), pytest.param(0.5, False, marks=SLOW), (1.0, True), pytest.param(0.7, True, marks=SLOW)]
+
+
+@pytest.mark.parametrize(("fraction", "disk"), SHARES)
 @pytest.mark.parametrize("case", SAME, ids=str)
 def test_it_is_the_same_run_to_the_bit(case: Case, fraction: float, disk: bool, ranks) -> None:
     offloaded = case._replace(offload=fraction, disk=disk)
