@@ -298,6 +298,7 @@ def pretrain(command: Command, world: World, signals: Signals) -> Wish | None:
     plan = prepare(command._replace(config=relayout.resuming(command.config)), world)
     clock.mark("checks")
     mesh, screen = connect(plan)
+    signals.joined()
     clock.mark("joining")
     command, config, datasets, tokenizer, hosts = (
         plan.command,

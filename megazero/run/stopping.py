@@ -65,15 +65,22 @@ class Signals:
     """Notes the signals that ask for a stop, for as long as the context lasts.
 
     The run finishes its current step. Repeated signals change nothing, except SIGINT: the second one raises
-    KeyboardInterrupt. Use it in the main thread only.
+    KeyboardInterrupt. Until the ranks have `joined` each other, TERM ends the process: there is nothing to save, and a
+    launcher that lost another rank waits for it. Use it in the main thread only.
     """
 
     def __init__(self) -> None:
         self.noted: signal.Signals | None = None
 
     def __enter__(self) -> Signals:
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        for number in (signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._note)
         return self
+
+    def joined(self) -> None:
+        """Note TERM too from now on."""
+        signal.signal(signal.SIGTERM, self._note)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

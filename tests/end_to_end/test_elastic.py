@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -181,6 +182,29 @@ def test_the_loss_does_not_notice_a_node_that_goes_and_comes_back(tmp_path, memo
         assert ("from the memory of 2 nodes" in run.everything()) == memory
         check_curve(run, 600, tmp_path / "alone")
         assert len(json.loads((tmp_path / "saved" / "layouts.json").read_text())["rows"]) == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_returns_to_its_layout_is_the_same_to_the_bit(tmp_path):
+    """Two of two nodes: one is killed, and comes back; the checkpoint in the memory of the other one is loaded."""
+    curves = []
+    for disturbed in (False, True):
+        folder = tmp_path / f"disturbed-{disturbed}"
+        folder.mkdir()
+        save = ["--save-interval", 10**6, "--memory-checkpoint-interval", INTERVAL]
+        with training(folder, "2:2", 60, *save, "--memory-checkpoint-dir", folder / "m") as run:
+            run.start("a", "b")
+            if disturbed:
+                run.trained(3 * INTERVAL)
+                run.kill("b")
+                for part in (folder / "m").glob("*/b-*"):
+                    shutil.rmtree(part)
+                run.start("b")
+            assert run.end() == {"a": 0, "b": 0}
+            assert [nodes for _, nodes, _ in starts(run)] == [2] * (1 + disturbed)
+            assert ("from the memory of 1 node" in run.everything()) == disturbed
+            curves.append([(record["loss"], record["grad_norm"]) for record in run.metrics()])
+    assert len(curves[0]) == 60 and curves[0] == curves[1]
 
 
 @pytest.mark.slow

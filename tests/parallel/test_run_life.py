@@ -218,6 +218,7 @@ def test_back_to_a_checkpoint_by_name_and_on_without_some_samples(ranks: Any, co
 def signalled(rank: int, config: Config, numbers: list[int], at: int) -> tuple[int, Wish | None]:
     """A run of which rank 1 alone is sent signals, in the middle of an iteration."""
     with Signals() as signals:
+        signals.joined()
         run = run_of(rank, 2, config)
         run.wishes.signals = signals
         step = run.trainer.engine.train_step

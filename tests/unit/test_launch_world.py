@@ -7,12 +7,13 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from megazero.comm.launch import launch
+from megazero.comm.launch import launch, meeting
 from megazero.comm.launch.agreement import difference
 from megazero.comm.launch.errors import PeerLost, peer_errors, ranks_text
 from megazero.comm.launch.world import World, read_world
@@ -128,7 +129,7 @@ def test_a_taken_port_is_named_at_once(listener: socket.socket) -> None:
 
 @pytest.mark.long
 def test_a_port_of_another_program_is_named(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(launch, "JOIN_MINUTES", 0.01)
     with pytest.raises(PeerLost, match=r"rank 0 does not answer at MASTER_ADDR.*another program"):
         launch.start(World(1, 2, 1, "torchrun"), torch.device("cpu"), 0.01)
@@ -137,7 +138,7 @@ def test_a_port_of_another_program_is_named(listener: socket.socket, monkeypatch
 @pytest.mark.long
 def test_a_launcher_that_is_gone_is_not_waited_for(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun listens before it starts its ranks."""
-    monkeypatch.setattr(launch, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.5)
     set_env(monkeypatch, "TORCHELASTIC_USE_AGENT_STORE=True")
     listener.close()
     with pytest.raises(PeerLost, match=r"torchrun does not answer at MASTER_ADDR.*was it started"):
@@ -148,15 +149,15 @@ def test_the_same_rank_twice_and_another_run_are_refused(monkeypatch: pytest.Mon
     """Ranks of a second run that find the first one's store."""
     cpu, port = torch.device("cpu"), free_port()
     set_env(monkeypatch, f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port}")
-    store = launch._open_store(World(0, 2, 0, "torchrun"), 60)
+    store = meeting._open_store(World(0, 2, 0, "torchrun"), 60)
     for rank in (0, 1):
-        launch._take_seat(store, World(rank, 2, rank, "torchrun"), cpu)
+        meeting._take_seat(store, World(rank, 2, rank, "torchrun"), cpu)
     with pytest.raises(ValueError, match=rf"rank 1 has already joined at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}:"):
-        launch._take_seat(launch._open_store(World(1, 2, 1, "torchrun"), 60), World(1, 2, 1, "torchrun"), cpu)
+        meeting._take_seat(meeting._open_store(World(1, 2, 1, "torchrun"), 60), World(1, 2, 1, "torchrun"), cpu)
     with pytest.raises(ValueError, match=r"is one of 4 ranks on cpu, but the ranks at .* are 2 ranks on cpu"):
-        launch._take_seat(store, World(3, 4, 3, "torchrun"), cpu)
+        meeting._take_seat(store, World(3, 4, 3, "torchrun"), cpu)
     with pytest.raises(ValueError, match=r"2 ranks on cuda.*a node lacks its GPUs"):
-        launch._take_seat(store, World(1, 2, 1, "torchrun"), torch.device("cuda", 1))
+        meeting._take_seat(store, World(1, 2, 1, "torchrun"), torch.device("cuda", 1))
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,14 +167,37 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         launch.start(World(0, 3, 0, "torchrun"), torch.device("cpu"), 0.01)
 
 
+def test_ranks_meet_where_others_have_left_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torchrun's store, after failures: of three ranks one was missing; of two, one came too early."""
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    set_env(monkeypatch, f"MASTER_ADDR=127.0.0.1 MASTER_PORT={server.port} TORCHELASTIC_USE_AGENT_STORE=True")
+
+    def join(rank: int, size: int, seconds: float = 60.0, kind: str = "cpu") -> torch.distributed.Store:
+        return meeting.meet(World(rank, size, rank, "torchrun"), torch.device(kind), seconds)
+
+    with ThreadPoolExecutor(3) as threads:
+        in_vain = [threads.submit(join, rank, 3, 0.3) for rank in (0, 1)]
+        for one in in_vain:
+            assert str(one.exception()) == "1 of 3 ranks did not start within 0.3 s: rank 2"
+        assert "ranks did not start within 0.2 s: rank 0" in str(threads.submit(join, 1, 2, 0.2).exception())
+        early = threads.submit(join, 1, 2)
+        stores = [threads.submit(join, 0, 2).result(), early.result()]
+        stores[0].set("key", "of this meeting")
+        assert stores[1].get("key") == b"of this meeting"
+        again = [threads.submit(join, rank, 2) for rank in (1, 0)]
+        assert not any(one.result().check(["key"]) for one in again)
+        unlike = [threads.submit(join, rank, 2, 60.0, kind) for rank, kind in enumerate(("cpu", "cuda"))]
+        assert sum("a node lacks its GPUs" in str(one.exception()) for one in unlike) == 1
+
+
 def test_a_wait_has_a_limit() -> None:
     block = threading.Event()
     with pytest.raises(TimeoutError):
-        launch.within(0.1, block.wait)
+        meeting.within(0.1, block.wait)
     block.set()
-    assert launch.within(60, lambda: 3) == 3
+    assert meeting.within(60, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        launch.within(60, lambda: 1 // 0)
+        meeting.within(60, lambda: 1 // 0)
 
 
 LIMITED = """
@@ -301,8 +325,7 @@ def test_only_ranks_of_several_machines_need_it(
     chosen: list[str] = []
     set_env(monkeypatch, f"MASTER_ADDR=node0 LOCAL_WORLD_SIZE={on_this_machine}")
     monkeypatch.setattr(launch, "_choose_interface", chosen.append)
-    for name in ("_open_store", "_take_seat", "_wait_for_all"):
-        monkeypatch.setattr(launch, name, lambda *_: None)
+    monkeypatch.setattr(launch, "meet", lambda *_: None)
     for name in ("init_process_group", "all_gather_object"):
         monkeypatch.setattr(torch.distributed, name, lambda *_, **__: None)
     launch.start(World(3, 4, 1, "torchrun"), torch.device("cpu"), 1.0)

@@ -36,8 +36,7 @@ def test_ranks_join_and_part_within_the_limits_given(
     with pytest.MonkeyPatch.context() as patch:
         notes = Notes(patch)
         patch.setenv("MASTER_ADDR", "127.0.0.1")
-        for name, answer in (("_open_store", store), ("_take_seat", None), ("_wait_for_all", None)):
-            notes.of(f"megazero.comm.launch.launch:{name}", lambda *_, answer=answer: answer)
+        notes.of("megazero.comm.launch.launch:meet", lambda *_: store)
         for name in ("init_process_group", "barrier", "destroy_process_group"):
             notes.of(f"torch.distributed:{name}", lambda *_, **__: None)
         gathered = notes.of("torch.distributed:all_gather_object", lambda hosts, mine, group=None: None)
@@ -48,9 +47,7 @@ def test_ranks_join_and_part_within_the_limits_given(
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         launch.stop(world, minutes)
     wanted: dict[str, list[Call]] = {
-        "_open_store": [{"world": world, "seconds": 60 * joining}],
-        "_take_seat": [{"store": store, "world": world, "device": device}],
-        "_wait_for_all": [{"store": store, "world": world, "timeout": datetime.timedelta(minutes=joining)}],
+        "meet": [{"world": world, "device": device, "seconds": 60 * joining}],
         "_connect_lazily": [{"num_ranks": 5}],
         "limit": [
             {"world": world, "seconds": 60 * (joining + minutes + 1), "action": "joining the other ranks"},

@@ -14,8 +14,9 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megazero.comm.launch.errors import PeerLost, ranks_text
-from megazero.comm.launch.launch import abort, agent_store, within
-from megazero.comm.launch.world import World, report_to_launcher
+from megazero.comm.launch.launch import abort
+from megazero.comm.launch.meeting import within
+from megazero.comm.launch.world import World, agent_store, report_to_launcher
 from megazero.log import log
 
 CAUSE_KEY = "failure"  # message of the first rank that failed, hung or lost a peer

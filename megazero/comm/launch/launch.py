@@ -10,30 +10,27 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import NoReturn, TypeVar
+from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megazero.comm.launch import agent
-from megazero.comm.launch.errors import PeerLost, peer_errors, ranks_text
-from megazero.comm.launch.world import World, generation, local_size, number
+from megazero.comm.launch.errors import peer_errors
+from megazero.comm.launch.meeting import meet
+from megazero.comm.launch.world import World, local_size
 from megazero.config.model_options import Precision
 from megazero.environment import check_allocator_settings
 from megazero.log import log
 from megazero.memory.host import has_nvidia
 
 JOIN_MINUTES = 10.0  # until all ranks have started; a collective's limit may be shorter
-ANSWER_SECONDS = 30.0  # until torchrun's store answers; the store of rank 0 may start later
 LAZY_RANKS = 64  # gloo connects the ranks of larger jobs when they first communicate
 LOST_SECONDS = 2.0  # from the loss of a node to the end of a rank that waits for it
 OUTSIDE = "192.0.2.1"  # an address reserved for documentation (RFC 5737): never in the own network
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 TENSOR_CORES = (7, 0)  # the first compute capability with them
-
-T = TypeVar("T")
 
 
 def pick_device(world: World) -> torch.device:
@@ -121,20 +118,6 @@ def limit(world: World, seconds: float, action: str) -> Iterator[None]:
         timer.cancel()
 
 
-def within(seconds: float, function: Callable[[], T]) -> T:
-    """Return function(), computed in another thread. After `seconds`: TimeoutError; the thread keeps running."""
-    outcome: Future[T] = Future()
-
-    def compute() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=compute, daemon=True).start()
-    return outcome.result(timeout=seconds)
-
-
 # -- start and stop
 
 
@@ -152,9 +135,7 @@ def start(world: World, device: torch.device, timeout_minutes: float) -> tuple[s
         return (socket.gethostname(),)
     minutes = max(JOIN_MINUTES, timeout_minutes)
     with limit(world, 60 * (minutes + timeout_minutes + 1), "joining the other ranks"):
-        store = _open_store(world, 60 * minutes)
-        _take_seat(store, world, device)
-        _wait_for_all(store, world, datetime.timedelta(minutes=minutes))
+        store = meet(world, device, 60 * minutes)
         _connect_lazily(world.size)
         if world.size > local_size(world):
             _choose_interface(os.environ["MASTER_ADDR"])
@@ -208,74 +189,6 @@ def interface_of(address: str) -> str:
                 if socket.inet_ntoa(request[20:24]) == address:
                     return name
     return ""
-
-
-def agent_store() -> bool:
-    """Return true if torchrun, and not rank 0, hosts the store."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _open_store(world: World, seconds: float) -> dist.Store:
-    host, port = os.environ["MASTER_ADDR"], number("MASTER_PORT")
-    server, is_server = "torchrun" if agent_store() else "rank 0", world.rank == 0 and not agent_store()
-    patience = ANSWER_SECONDS if agent_store() else seconds  # torchrun listens before it starts its ranks
-    timeout = datetime.timedelta(seconds=patience)
-
-    def connect() -> dist.Store:
-        store = dist.TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=timeout)
-        store.set_timeout(datetime.timedelta(seconds=seconds))
-        return store
-
-    try:
-        store = within(patience + ANSWER_SECONDS, connect)
-    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
-        if "EADDRINUSE" in str(error):
-            raise ValueError(
-                f"MASTER_PORT={port} is taken on this machine, perhaps by another run; export another port before the "
-                f"ranks are started, or end the process that uses it (see `ss -ltnp 'sport = :{port}'`)"
-            ) from None
-        raise PeerLost(
-            f"{server} does not answer at MASTER_ADDR={host}, MASTER_PORT={port} ({error}): was it started, can this "
-            "machine reach it, or does another program use that port?"
-        ) from None
-    return dist.PrefixStore(f"megazero/{generation()}", store)  # torchrun's store outlives a restart of its ranks
-
-
-def _take_seat(store: dist.Store, world: World, device: torch.device) -> None:
-    """Refuse the store of another run, and a rank that has joined already.
-
-    Raises:
-        ValueError: naming MASTER_PORT, or the rank.
-    """
-    where = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
-    job = os.environ.get("SLURM_JOB_ID")
-    ours = f"{world.size} ranks on {device.type}" + (f" of SLURM job {job}" if job else "")
-    theirs = store.compare_set("run", "", ours).decode()
-    if theirs != ours:
-        raise ValueError(
-            f"rank {world.rank} on {socket.gethostname()} is one of {ours}, but the ranks at {where} are {theirs}: "
-            "another run uses that port (export another before the ranks are started), or a node lacks its GPUs"
-        )
-    if store.add(f"seat/{world.rank}", 1) > 1 and not agent_store():
-        raise ValueError(
-            f"rank {world.rank} has already joined at {where}: another run uses that port, or two processes have "
-            f"RANK={world.rank}; export another port before the ranks are started"
-        )
-
-
-def _wait_for_all(store: dist.Store, world: World, timeout: datetime.timedelta) -> None:
-    """Return when all ranks have joined."""
-    round_, arrived = divmod(store.add("arrived", 1) - 1, world.size)
-    if arrived == world.size - 1:
-        store.set(f"all/{round_}", "here")
-    try:
-        store.wait([f"all/{round_}"], timeout)
-    except dist.DistStoreError:
-        missing = [rank for rank in range(world.size) if not store.check([f"seat/{rank}"])]
-        seconds = timeout.total_seconds()
-        raise PeerLost(
-            f"{len(missing)} of {world.size} ranks did not start within {seconds:g} s: {ranks_text(missing)}"
-        ) from None
 
 
 def stop(world: World, timeout_minutes: float) -> None:

@@ -110,6 +110,11 @@ def generation() -> int:
     return int(count) if count.isdecimal() else 0
 
 
+def agent_store() -> bool:
+    """Return true if torchrun, and not rank 0, hosts the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def tasks_of_node(tasks_per_node: str, node: int) -> int:
     """Return the number of tasks on a node by SLURM's list, such as "4(x2),3"; 1 if there is no such list."""
     counts: list[int] = []
