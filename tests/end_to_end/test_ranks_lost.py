@@ -199,6 +199,33 @@ def test_ranks_end_when_torchrun_is_killed(model: list[Any], tmp_path: Path) -> 
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
+def test_plain_torchrun_starts_the_ranks_of_two_nodes_again(model: list[Any], tmp_path: Path) -> None:
+    """It counts the restarts of each node separately, and its store keeps the entries of ranks that were killed."""
+    torchrun = f"-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --nnodes 2"
+    saves = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", "--save-interval", 5]
+    flags = [*model, *saves, "--train-iters", 400, "--log-interval", 1, "--log-dir", tmp_path / "log"]
+    command = [sys.executable, *torchrun.split(), "--max-restarts", 3, "pretrain_gpt.py", *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    nodes: list[Rank] = []
+    try:
+        for name in "ab":
+            with (tmp_path / name).open("w") as out:
+                process = subprocess.Popen([*map(str, command)], cwd=ROOT, env=env, stdout=out, stderr=out)
+            nodes.append(Rank(tmp_path / name, process, nodes))
+        for times in (1, 2):
+            wait(lambda count=times: sum(node.iterations for node in nodes) >= 40 * count, nodes[0])
+            os.kill(rank_processes(nodes[times - 1].process.pid)[0], signal.SIGKILL)
+            wait(lambda count=times: sum(n.said.count("resuming after") for n in nodes) >= count, nodes[0])
+        for node in nodes:
+            node.end(0)
+    finally:
+        for node in nodes:
+            for pid in (node.process.pid, *rank_processes(node.process.pid)) if node.process.poll() is None else ():
+                os.kill(pid, signal.SIGKILL)
+    assert list(losses(tmp_path / "log")) == list(range(1, 401))
+
+
 def losses(log_dir: Path) -> dict[int, float]:
     return {line["iteration"]: line["loss"] for line in metrics(log_dir) if "loss" in line}
 
