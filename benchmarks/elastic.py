@@ -106,9 +106,10 @@ def stress(options: Stress) -> None:
                 )
             (folder / "log" / "stop").touch()
             codes = run.end()
-            repeated = check_repeats(run, 2 * options.interval)
+            repeated, lost = check_repeats(run, 2 * options.interval)
             steps = check_curve(run, folder)
     print(f"{kills} kills, {len(repeated)} restarts, {steps} steps, {sum(repeated)} repeated, exit codes {codes}")
+    print(f"{lost} restarts found neither copy of some part in memory, and loaded an older checkpoint")
 
 
 def forget(folder: Path, node: str) -> None:
@@ -117,20 +118,29 @@ def forget(folder: Path, node: str) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def check_repeats(run: ElasticRun, most: int) -> list[int]:
-    """Return the steps that each generation repeated of those before it."""
-    reached: dict[int, tuple[int, int]] = {}  # generation -> first and last iteration
+def check_repeats(run: ElasticRun, most: int) -> tuple[list[int], int]:
+    """Return the steps that each generation repeated of those before it, and how many had lost both copies.
+
+    Those start from an older checkpoint, as they report; others repeat `most` steps at most.
+    """
+    reached: dict[int, tuple[int, int, bool]] = {}  # generation -> first and last iteration; both copies were lost
     for name in sorted(run.folder.glob("node-*.log")):
-        for part in name.read_text().split("\ngeneration ")[1:]:
-            number, began = int(part.split(":")[0]), int(re.findall(r"from iteration (\d+)", part)[0])
-            reached[number] = began, max([began, *map(int, re.findall(r"iteration +(\d+)/", part))])
+        lost, generation = False, 0
+        for line in name.read_text().splitlines():
+            lost |= "has lost both copies" in line
+            if begun := re.match(r"generation (\d+): .* from iteration (\d+)", line):
+                generation = int(begun[1])
+                reached[generation], lost = (int(begun[2]), int(begun[2]), lost), False
+            elif made := re.match(r"iteration +(\d+)/", line):
+                began, last, both = reached[generation]
+                reached[generation] = began, max(last, int(made[1])), both
     order = [reached[number] for number in sorted(reached)]
     found, last = [], order[0][1]
-    for began, ended in order[1:]:
+    for began, ended, both in order[1:]:
         found.append(max(0, last - began))
+        assert both or found[-1] <= most, f"{found[-1]} steps were repeated"
         last = max(last, ended)
-    assert max(found, default=0) <= most, f"{max(found)} steps were repeated"
-    return found
+    return found, sum(both for _, _, both in order)
 
 
 def check_curve(run: ElasticRun, folder: Path) -> int:
