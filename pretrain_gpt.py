@@ -191,6 +191,7 @@ def prepare(command: Command, world: World) -> Plan:
     """
     from megazero.comm.launch import launch, scheduler
     from megazero.comm.launch.machine import bind_to_near_cpus, machine
+    from megazero.comm.launch.world import launched
     from megazero.data.remembered import data_tokenizer
     from megazero.huggingface.export import check_export
     from megazero.huggingface.loading import open_weights
@@ -230,7 +231,7 @@ def prepare(command: Command, world: World) -> Plan:
                 check_export(config.model, tokenizer)
             save_minutes = options.save_interval_minutes if options.save and not options.save_interval else 0.0
             ends = options.exit_duration_minutes, options.exit_before_minutes
-            clock = Clock(*ends, scheduler.job_end, save_minutes=save_minutes)
+            clock = Clock(*ends, scheduler.job_end, save_minutes=save_minutes, began=launched())
         except (OSError, ValueError) as error:
             refusal = explain(error) if isinstance(error, OSError) else str(error)
             if world.size > 1:  # at once, because the others may start late, or never

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megazero.checkpoint import checkpoints
 from megazero.checkpoint.agreement import gather_all
-from megazero.comm.launch.world import World, generation, num_nodes
+from megazero.checkpoint.folders import save_mark
+from megazero.comm.launch.world import World, generation, mark_before, num_nodes
 from megazero.config.flags import LAYOUT_FLAGS
 from megazero.config.schema import Config
 from megazero.config.validate import elastic_nodes
@@ -165,12 +165,12 @@ def _part(question: Question, numbers: list[int]) -> dict[int, Chosen] | str:
 def resuming(config: Config) -> Config:
     """Return the options of a start of an elastic run.
 
-    Without --load, and after ranks or nodes were lost, it resumes from --save, if that holds a checkpoint. The first
-    generation obeys --load and --finetune as any run.
+    Without --load, and once it has saved a checkpoint after its first generation began, it resumes from --save. Until
+    then every generation obeys --load and --finetune as any run.
     """
     options = config.checkpoint
     if not config.parallel.elastic:
         return config
-    if options.load and (generation() == 0 or not checkpoints(Path(options.save))):
+    if options.load and (generation() == 0 or save_mark(options.save) == mark_before()):
         return config
     return replace(config, checkpoint=replace(options, load=options.save, finetune=False))

@@ -1,6 +1,6 @@
 """Stands in for pretrain_gpt.py in tests of agents: it counts iterations in a file, and imports no torch.
 
-Words: the folder of the file, the iterations to do, and those at which rank 0 fails (0: it refuses to start).
+Words: the folder of the file, the iterations to do, those at which rank 0 fails (0: it refuses to start), and flags.
 Other ranks of its node do not hear TERM, as in a collective that hangs.
 """
 
@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from megazero.comm.launch import agent
 
 rank, nodes = int(os.environ["RANK"]), os.environ["GROUP_WORLD_SIZE"]
-count, steps, failing = Path(sys.argv[1], "count"), int(sys.argv[2]), {int(word) for word in sys.argv[3:]}
+count, steps = Path(sys.argv[1], "count"), int(sys.argv[2])
+failing = {int(word) for word in sys.argv[3:] if word.isdigit()}
 
 
 def done() -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.end_to_end.cli import metrics, pretrain
 from tests.helpers.elastic import LOST_SECONDS, NEVER_LOST, ElasticRun
-from tests.helpers.programs import runs
+from tests.helpers.programs import ROOT, runs
 
 STAND_IN = Path(__file__).with_name("elastic_rank.py")
 
@@ -62,6 +62,43 @@ def test_a_run_that_never_trained_is_not_tried_again(tmp_path):
         for name in "ab":
             assert "launch.sh: rank 0 ended with exit code 1" in run.said(name)
             assert "failures in a row" not in run.said(name)
+
+
+def test_a_node_with_another_command_does_not_join(tmp_path):
+    """It is refused at once, and the run does not notice. The same folder by a relative path is no difference."""
+    steps, save, lr = [str(10**6)], ["--save", str(tmp_path / "s")], ["--lr", "1e-3"]
+    with counting(tmp_path, "2:2", *steps, *save, *lr) as run:
+        run.start("a")
+        run.flags[2] = os.path.relpath(tmp_path / "s", ROOT)
+        run.start("b")
+        run.generation(0, "a", "b")
+        run.wait, where = 0.1, f"localhost:{run.port}"
+        for name, flags, words in (
+            ("c", [*save, "--lr", "2e-3"], f"this node has --lr 2e-3, and the run at {where} has --lr 1e-3; start the"),
+            ("d", [*save, *lr, "--swiglu"], f"this node has --swiglu, and the run at {where} has no further flag; sta"),
+            ("e", ["--save=t", *lr], f"--rdzv-endpoint {where} serves the run that saves in {tmp_path}/s; give this"),
+        ):
+            run.flags = [*steps, *flags]
+            run.start(name)
+            assert run.running.pop(name).wait() == 1 and f"launch.sh: {words}" in run.said(name)
+        assert run.everything().count("generation") == 2
+        (tmp_path / "count").write_text(str(10**6))
+        assert run.end() == {"a": 0, "b": 0}
+
+
+@pytest.mark.slow
+def test_another_command_starts_anew_once_all_nodes_have_left(tmp_path):
+    """Their store is still there, and has counted a generation."""
+    with counting(tmp_path, "1:1", 10**6, lost=LOST_SECONDS) as run:
+        run.start("a")
+        run.generation(0, "a")
+        run.kill("a")
+        run.flags = [str(10**6 + 1)]
+        run.start("b")
+        assert run.running.pop("b").wait() == 1 and "or end that run first" in run.said("b")
+        time.sleep(LOST_SECONDS + 1)
+        run.start("c")
+        run.generation(0, "c")
 
 
 @pytest.mark.slow

@@ -160,6 +160,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "job_end": Kind("function"),
         "now": None,
         "save_minutes": 45.0,
+        "began": Kind("float"),
     },
     "check_device": {"config": CONFIG, "device_type": "cpu"},
     "resolve": {"config": As("screen.asked"), "world_size": 1, "vocab_size": 257, "declare": declare},
