@@ -9,7 +9,8 @@ A node's part is written in `.iter_0000100.partial`. It gets its name when every
 older one deleted. So at most two exist, and a kill at any moment leaves one that is whole.
 A run that resumes takes the newest one that is whole and newer than the disk's, with the order of Note [Which one] in
 `folders`. Another run may have left it: its `saved_into` must be the content of the file IDENTITY in the --save folder,
-which is gone when a user deletes that folder. Chunks that no local file has are asked of ranks that have them, so that
+which is gone when a user deletes that folder, and new when a start loads no copy: then those of absent nodes are void.
+Chunks that no local file has are asked of ranks that have them, so that
 any layout on any nodes loads it, and no node needs memory for files of others.
 """
 
@@ -137,7 +138,7 @@ class MemoryCheckpoints:
         path, self.identity, self.number = from_rank_0(
             lambda: (os.path.abspath(save), _identity(save), next_save_number(save)), group
         )
-        self.given = base
+        self.given, self.save_folder = base, save
         self.base = Path(base or SHARED_MEMORY.format(os.getuid()))
         self.folder = self.base / hashlib.sha256(path.encode()).hexdigest()[:12] / self.nodes.names[self.nodes.mine]
         self.newest: int | None = None
@@ -252,9 +253,11 @@ class MemoryCheckpoints:
         if self.nodes.leads:
             job.folder.rename(self.folder / folder_name(job.iteration))
 
-    def settle(self, found: InMemory | None) -> None:
-        """Delete all checkpoints but the one that was loaded."""
+    def settle(self, found: InMemory | None, group: Group) -> None:
+        """Delete all checkpoints but the one that was loaded; if there is none, also those of nodes that are absent."""
         self.newest = found.iteration if found else None
+        if found is None:
+            self.identity = from_rank_0(lambda: _identity(self.save_folder, anew=True), group)
         if self.nodes.leads:
             for path in checkpoints(self.folder):
                 held = self._held(path)
@@ -350,10 +353,10 @@ def _file(wanted: Wanted) -> str:
     return wanted[0][1].file
 
 
-def _identity(save: Path) -> str:
-    """Return the content of IDENTITY in the --save folder, which is made if it is missing."""
+def _identity(save: Path, anew: bool = False) -> str:
+    """Return the content of IDENTITY in the --save folder, which is made if it is missing, or `anew`."""
     path = save / IDENTITY
-    if not path.exists():
+    if anew or not path.exists():
         save.mkdir(parents=True, exist_ok=True)
         write_atomically(path, uuid.uuid4().hex.encode())
     return read_regular(path, limit=100).decode(errors="replace")

@@ -153,7 +153,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "split_by": "documents",
     },
     "BlendedDataset": {"datasets": Kind("list"), "weights": [3, 1]},
-    "find_checkpoint": {"config": CONFIG, "group": None, "passing_over": None},
+    "find_checkpoint": {"config": CONFIG, "group": None, "passing_over": None, "memory": True},
     "Clock": {
         "duration_minutes": 90.0,
         "before_minutes": 0.0,
