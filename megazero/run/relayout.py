@@ -66,9 +66,10 @@ class Question(NamedTuple):
         return replace(self.config, parallel=replace(self.config.parallel, elastic=""))
 
     def digest(self) -> str:
-        """Return a text that changes with the question; the numbers of nodes may change."""
+        """Return a text that changes with the question; not with the numbers of nodes, nor with less than 1 GiB."""
         options = {name: value for name, value in asdict(self.of_all).items() if name not in OTHER_GROUPS}
-        device = asdict(self.device)
+        memory = round(self.device["memory.capacity"] / 2**30)  # kernels differ in the memory that they keep
+        device = asdict(self.device) | {"constants": self.device.constants | {"memory.capacity": memory}}
         content = [options, sorted(self.given & {*LAYOUT_FLAGS}), self.per_node, self.vocab_size, device]
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -115,6 +115,9 @@ def test_a_table_of_another_run_does_not_count(question: Callable[..., Question]
     others += [question(per_node=2), ask._replace(vocab_size=300), ask._replace(device=roomy)]
     for other in others:
         assert relayout.read(tmp_path, other.digest()) == {}
+    memory = CPU["memory.capacity"] + 2.0**26
+    similar = replace(CPU, constants=CPU.constants | {"memory.capacity": Constant(memory, memory, memory, "")})
+    assert len(relayout.read(tmp_path, ask._replace(device=similar).digest())) == 3
     for same in ("--log-dir elsewhere", "--save-interval 7", "--elastic 1:9"):
         assert len(relayout.read(tmp_path, question(same).digest())) == 3
 
