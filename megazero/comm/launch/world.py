@@ -119,6 +119,11 @@ def agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def first_start(iteration: int) -> bool:
+    """Return whether a start after `iteration` is the first one of its run."""
+    return iteration == 0 and generation() == 0
+
+
 def launched() -> float:
     """Return the Unix time at which the first generation of an elastic run began; of any other run, the time now."""
     return float(os.environ.get(STARTED) or time.time())
