@@ -189,6 +189,7 @@ def prepare(command: Command, world: World) -> Plan:
     Raises:
         ValueError: this rank refuses its flags, its machine or its data.
     """
+    from megazero.checkpoint.in_memory import bytes_below, run_folder
     from megazero.comm.launch import launch, scheduler
     from megazero.comm.launch.machine import bind_to_near_cpus, machine
     from megazero.comm.launch.world import launched
@@ -211,7 +212,10 @@ def prepare(command: Command, world: World) -> Plan:
     require_data(config)  # before the tokenizer, because a corpus may name it
     tokenizer = data_tokenizer(config)
     vocabulary = tokenizer.vocab_size if tokenizer else 0
+    options = config.checkpoint
     memory = machine(world, device, config.optimizer.optimizer_nvme_offload if config.trains else "")
+    if options.memory_checkpoint_interval:
+        memory = memory._replace(copies=bytes_below(run_folder(options.memory_checkpoint_dir, options.save)))
     command, config, *report = lay_out(command, config, world, vocabulary, device, memory)
     config, layout = resolve(config, world.size, vocabulary, declare)
     check_device(config, device.type)
@@ -220,7 +224,7 @@ def prepare(command: Command, world: World) -> Plan:
         launch.make_deterministic()
     check_memory(config, layout, world.rank, memory)
     datasets = open_data(config, tokenizer)
-    options, clock, refusal = config.checkpoint, None, ""
+    clock, refusal = None, ""
     if world.rank == 0:
         try:
             load = find_checkpoint(config)

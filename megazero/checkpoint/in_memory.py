@@ -139,8 +139,8 @@ class MemoryCheckpoints:
             lambda: (os.path.abspath(save), _identity(save), next_save_number(save)), group
         )
         self.given, self.save_folder = base, save
-        self.base = Path(base or SHARED_MEMORY.format(os.getuid()))
-        self.folder = self.base / hashlib.sha256(path.encode()).hexdigest()[:12] / self.nodes.names[self.nodes.mine]
+        self.folder = run_folder(base, path) / self.nodes.names[self.nodes.mine]
+        self.base = self.folder.parents[1]
         self.newest: int | None = None
         together("making --memory-checkpoint-dir", group, self._make, lambda made: made)
 
@@ -167,7 +167,7 @@ class MemoryCheckpoints:
     def announce(self, shards: Mapping[str, LocalShard], group: Group) -> None:
         """Report the memory of the fullest node, and warn if it has not as much."""
         needed = self.bytes_per_node(shards, group)
-        room = shutil.disk_usage(self.folder).free + sum(_size(path) or 0 for path in self.folder.rglob("*"))
+        room = shutil.disk_usage(self.folder).free + bytes_below(self.folder)
         rooms = gather_all(room, group)
         left, node = min((rooms[ranks[0]] - needed[at], at) for at, ranks in enumerate(self.nodes.ranks))
         rest = f"{size(rooms[self.nodes.ranks[node][0]])} are free for them in {self.base}"
@@ -347,6 +347,22 @@ class MemoryCheckpoints:
             served = _read(reader, pickle.loads(arrived[0].numpy().tobytes()) if arrived else [])
             left += _take(asked.get(to, []), exchange(served, theirs, mine, group))
         return left
+
+
+def run_folder(base: str, save: str) -> Path:
+    """Return the folder of a run's nodes on this machine.
+
+    Args:
+        base: --memory-checkpoint-dir; "": the default.
+    """
+    return (
+        Path(base or SHARED_MEMORY.format(os.getuid()))
+        / hashlib.sha256(os.path.abspath(save).encode()).hexdigest()[:12]
+    )
+
+
+def bytes_below(folder: Path) -> int:
+    return sum(_size(path) or 0 for path in folder.rglob("*"))
 
 
 def _file(wanted: Wanted) -> str:
