@@ -291,6 +291,24 @@ def test_a_node_leaves_and_the_run_is_stopped(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_that_went_back_goes_back_again(tmp_path):
+    """It loads iteration 8 of 8 and 16, and fails before it saves: the next generation begins at 8 too."""
+    with training(tmp_path, "1:1", 16, "--save-interval", INTERVAL) as run:
+        run.start("a")
+        assert run.end() == {"a": 0}
+        while run.store() is not None:
+            time.sleep(0.2)
+        run.flags += ["--train-iters", str(10**5), "--save-interval", str(10**5)]
+        run.flags += ["--load", str(tmp_path / "saved" / "iter_0000008")]
+        run.start("a")
+        run.trained(20)
+        os.kill(run.processes("a")[1], signal.SIGKILL)
+        run.generation(1)
+        run.until(lambda: len(starts(run)) == 3)
+        assert starts(run) == [(0, 1, 0), (0, 1, 8), (1, 1, 8)]
+
+
+@pytest.mark.slow
 def test_a_refusal_is_the_last_word_of_every_node(tmp_path):
     with training(tmp_path, "1:2", 10, "--tensor-model-parallel-size", 2) as run:
         run.start("a", "b")
