@@ -235,7 +235,7 @@ def prepare(command: Command, world: World) -> Plan:
                 check_export(config.model, tokenizer)
             save_minutes = options.save_interval_minutes if options.save and not options.save_interval else 0.0
             ends = options.exit_duration_minutes, options.exit_before_minutes
-            clock = Clock(*ends, scheduler.job_end, save_minutes=save_minutes, began=launched())
+            clock = Clock(*ends, scheduler.job_end, launched(), save_minutes)
         except (OSError, ValueError) as error:
             refusal = explain(error) if isinstance(error, OSError) else str(error)
             if world.size > 1:  # at once, because the others may start late, or never
