@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megazero.comm.launch import agent
+from megazero.comm.launch.world import launched
 
 rank, nodes = int(os.environ["RANK"]), os.environ["GROUP_WORLD_SIZE"]
 count, steps = Path(sys.argv[1], "count"), int(sys.argv[2])
@@ -28,7 +29,10 @@ if os.environ["LOCAL_RANK"] != "0":
 if 0 in failing and rank == 0:
     sys.exit("no such flag")
 began = done()
-print(f"generation {os.environ['TORCHELASTIC_RESTART_COUNT']}: {nodes} nodes, from {began}", flush=True)
+print(
+    f"generation {os.environ['TORCHELASTIC_RESTART_COUNT']}: {nodes} nodes, launched {launched()}, from {began}",
+    flush=True,
+)
 agent.leave(agent.BEGAN, str(began))
 while done() < steps:
     time.sleep(0.05)

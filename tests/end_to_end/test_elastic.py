@@ -34,6 +34,7 @@ def test_a_lost_node_is_noticed_and_one_that_comes_back_is_taken_in(tmp_path):
         assert [line.split(", ")[0] for line in began] == [
             f"generation {n}: {k} nodes" for n, k in enumerate((3, 2, 3))
         ]
+        assert len(set(re.findall(r"launched (\S+),", run.everything()))) == 1
         assert "generation 2: 3 nodes" in run.said("b") and "failure" not in run.everything()
         (tmp_path / "count").write_text(str(10**6))
         assert run.end() == {"a": 0, "b": 0, "c": 0}
@@ -73,13 +74,15 @@ def test_a_node_with_another_command_does_not_join(tmp_path):
         run.start("b")
         run.generation(0, "a", "b")
         run.wait, where = 0.1, f"localhost:{run.port}"
-        for name, flags, words in (
+        others = (
             ("c", [*save, "--lr", "2e-3"], f"this node has --lr 2e-3, and the run at {where} has --lr 1e-3; start the"),
             ("d", [*save, *lr, "--swiglu"], f"this node has --swiglu, and the run at {where} has no further flag; sta"),
             ("e", ["--save=t", *lr], f"--rdzv-endpoint {where} serves the run that saves in {tmp_path}/s; give this"),
-        ):
+        )
+        for name, flags, _ in others:
             run.flags = [*steps, *flags]
             run.start(name)
+        for name, _, words in others:
             assert run.running.pop(name).wait() == 1 and f"launch.sh: {words}" in run.said(name)
         assert run.everything().count("generation") == 2
         (tmp_path / "count").write_text(str(10**6))
