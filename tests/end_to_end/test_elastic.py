@@ -151,7 +151,7 @@ def test_a_frozen_moment_changes_nothing(tmp_path, which):
     """An agent or a rank is frozen for less time than makes a node a lost one."""
     with counting(tmp_path, "2:2", 100) as run:
         run.start("a", "b")
-        run.generation(0)
+        run.generation(0, "a", "b")
         frozen = run.processes("b")[which]
         os.kill(frozen, signal.SIGSTOP)
         time.sleep(1.5)
