@@ -189,8 +189,10 @@ def prepare(command: Command, world: World) -> Plan:
     Raises:
         ValueError: this rank refuses its flags, its machine or its data.
     """
+    from megazero.checkpoint.in_memory import bytes_below, run_folder
     from megazero.comm.launch import launch, scheduler
     from megazero.comm.launch.machine import bind_to_near_cpus, machine
+    from megazero.comm.launch.world import launched
     from megazero.data.remembered import data_tokenizer
     from megazero.huggingface.export import check_export
     from megazero.huggingface.loading import open_weights
@@ -210,7 +212,10 @@ def prepare(command: Command, world: World) -> Plan:
     require_data(config)  # before the tokenizer, because a corpus may name it
     tokenizer = data_tokenizer(config)
     vocabulary = tokenizer.vocab_size if tokenizer else 0
+    options = config.checkpoint
     memory = machine(world, device, config.optimizer.optimizer_nvme_offload if config.trains else "")
+    if options.memory_checkpoint_interval:
+        memory = memory._replace(copies=bytes_below(run_folder(options.memory_checkpoint_dir, options.save)))
     command, config, *report = lay_out(command, config, world, vocabulary, device, memory)
     config, layout = resolve(config, world.size, vocabulary, declare)
     check_device(config, device.type)
@@ -219,7 +224,7 @@ def prepare(command: Command, world: World) -> Plan:
         launch.make_deterministic()
     check_memory(config, layout, world.rank, memory)
     datasets = open_data(config, tokenizer)
-    options, clock, refusal = config.checkpoint, None, ""
+    clock, refusal = None, ""
     if world.rank == 0:
         try:
             load = find_checkpoint(config)
@@ -230,7 +235,7 @@ def prepare(command: Command, world: World) -> Plan:
                 check_export(config.model, tokenizer)
             save_minutes = options.save_interval_minutes if options.save and not options.save_interval else 0.0
             ends = options.exit_duration_minutes, options.exit_before_minutes
-            clock = Clock(*ends, scheduler.job_end, save_minutes=save_minutes)
+            clock = Clock(*ends, scheduler.job_end, launched(), save_minutes)
         except (OSError, ValueError) as error:
             refusal = explain(error) if isinstance(error, OSError) else str(error)
             if world.size > 1:  # at once, because the others may start late, or never

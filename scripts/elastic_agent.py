@@ -6,27 +6,29 @@ torchrun's agents meet at a store, start the ranks of their nodes, and meet agai
 - A node whose agent gives no sign of life is lost: the ranks of the others learn it, and end even within a collective.
 - Nodes that come back: the ranks are asked to stop after their step and to save, for as long as that takes.
 - Only failures of ranks count, and only those in a row without a new checkpoint: the third ends the run.
+- A node with another command does not join: it would end the ranks of all.
 Agents and ranks exchange notes as files (`megazero.comm.launch.agent`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from elastic_store import END, RUN
+from elastic_command import absolute_save, difference
+from elastic_store import COMMAND, END, RUN, STATE
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -44,8 +46,9 @@ from torch.distributed.run import config_from_args, parse_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megazero.checkpoint.folders import save_mark
 from megazero.comm.launch import agent as notes
-from megazero.comm.launch.world import this_node
+from megazero.comm.launch.world import BEFORE, STARTED, this_node
 
 LOST_SECONDS = 8  # after which an agent without a sign of life is lost; ELASTIC_LOST_SECONDS sets another number
 BEATS = 4  # signs of life in that time
@@ -101,6 +104,12 @@ class Meeting(DynamicRendezvousHandler):
     @property
     def store(self) -> dist.Store:
         return self._store
+
+    @property
+    def has_nodes(self) -> bool:
+        """A node gives signs of life, or the first one is about to."""
+        self._state_holder.sync()  # drops those that are lost
+        return bool(self.state.last_heartbeats) or not self.store.check([STATE])
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for enough nodes. Raises Ended: the run is over, there are too few, or the store is gone."""
@@ -193,6 +202,39 @@ def meeting(endpoint: str, least: int, most: int, wait_seconds: float) -> Meetin
     # changes: the others keep the address of a lost one.
     found._bootstrap_store_info, found._shared_tcp_store_server = RendezvousStoreInfo(*found.endpoint), store
     return found
+
+
+def admit(found: Meeting, words: Sequence[str]) -> bool:
+    """Leave the command of this node for those that come later, or compare it with that of the first one.
+
+    The environment of ranks has the time of the first start, and the mark of --save then.
+
+    Args:
+        words: the command, as far as it is the same on all nodes.
+
+    Returns:
+        False if this is the store of another command, which has no nodes any more; it goes away within seconds.
+
+    Raises:
+        Ended: it has nodes.
+    """
+    words, save = absolute_save(words)
+    ours = json.dumps({"words": words, "save": save, "started": time.time(), "before": save_mark(save)})
+    first = json.loads(found.store.compare_set(COMMAND, "", ours))
+    if first["words"] == words:
+        os.environ |= {STARTED: str(first["started"]), BEFORE: first["before"]}
+        return True
+    if not found.has_nodes:
+        found.end("all nodes of the run have left")
+        return False
+    where = "{}:{}".format(*found.endpoint)
+    if first["save"] != save:
+        raise Ended(f"--rdzv-endpoint {where} serves the run that saves in {first['save']}; give this run another port")
+    here, there = difference(words, first["words"])
+    raise Ended(
+        f"this node has {here}, and the run at {where} has {there}; start the same command on every node, or end that "
+        "run first"
+    )
 
 
 def connect(host: str, port: int) -> dist.TCPStore:
@@ -299,8 +341,14 @@ def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report
     Raises:
         Ended: the run ended before its last iteration.
     """
-    config, command, words = config_from_args(parse_args(["--log-dir", str(log_dir), *arguments]))
-    found = meeting(config.rdzv_endpoint, config.min_nodes, config.max_nodes, wait_seconds)
+    parsed = parse_args(["--log-dir", str(log_dir), *arguments])
+    config, command, words = config_from_args(parsed)
+    same = ["--nproc", str(config.nproc_per_node), *parsed.training_script_args]
+    admitted = False
+    while not admitted:
+        found = meeting(config.rdzv_endpoint, config.min_nodes, config.max_nodes, wait_seconds)
+        with found.explained():
+            admitted = admit(found, same)
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
@@ -313,7 +361,8 @@ def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report
     )
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # the same number of ranks on each node
-    os.environ[notes.FOLDER] = folder = tempfile.mkdtemp(prefix="megazero-agent-")
+    folder = notes.make_folder()
+    os.environ[notes.FOLDER] = str(folder)
     agent = Agent(
         spec,
         report,

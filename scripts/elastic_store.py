@@ -11,6 +11,8 @@ import time
 import torch.distributed as dist
 
 RUN = "elastic"  # a store is for one run
+STATE = f"torch.rendezvous.{RUN}"  # key of the agents' agreement
+COMMAND = "megazero/command"  # key of the command of the first node
 END = "megazero/end"  # key of the last words of the run
 LINGER_SECONDS = 5.0  # in which all agents read them
 LEFT_SECONDS = 600.0  # after which a store without agents ends
@@ -22,10 +24,10 @@ def keep_store(host: str, port: int) -> None:
         store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
     except dist.DistError:
         return  # another one has the port
-    key, state, since = f"torch.rendezvous.{RUN}", b"", time.monotonic()
+    state, since = b"", time.monotonic()
     while True:
         time.sleep(1)
-        now = store.get(key) if store.check([key]) else b""
+        now = store.get(STATE) if store.check([STATE]) else b""
         if now != state:
             state, since = now, time.monotonic()
         if time.monotonic() - since > (LINGER_SECONDS if store.check([END]) else LEFT_SECONDS):

@@ -143,6 +143,14 @@ def next_save_number(root: Path) -> int:
     return 1 + max((save_number(folder) for folder in checkpoints(root)), default=0)
 
 
+def save_mark(root: str) -> str:
+    """Return a text that changes with every save into `root`; empty if there was none. pretrain.sbatch has it too."""
+    try:
+        return str(int((Path(root) / LATEST).stat().st_mtime))
+    except OSError:
+        return ""
+
+
 def save_number(folder: Path) -> int:
     """Return the number in a save's state; 0 if it has none."""
     number = unchecked_state(folder).get("save_number")

@@ -9,7 +9,8 @@ A node's part is written in `.iter_0000100.partial`. It gets its name when every
 older one deleted. So at most two exist, and a kill at any moment leaves one that is whole.
 A run that resumes takes the newest one that is whole and newer than the disk's, with the order of Note [Which one] in
 `folders`. Another run may have left it: its `saved_into` must be the content of the file IDENTITY in the --save folder,
-which is gone when a user deletes that folder. Chunks that no local file has are asked of ranks that have them, so that
+which is gone when a user deletes that folder, and new when a start loads no copy: then those of absent nodes are void.
+Chunks that no local file has are asked of ranks that have them, so that
 any layout on any nodes loads it, and no node needs memory for files of others.
 """
 
@@ -137,9 +138,9 @@ class MemoryCheckpoints:
         path, self.identity, self.number = from_rank_0(
             lambda: (os.path.abspath(save), _identity(save), next_save_number(save)), group
         )
-        self.given = base
-        self.base = Path(base or SHARED_MEMORY.format(os.getuid()))
-        self.folder = self.base / hashlib.sha256(path.encode()).hexdigest()[:12] / self.nodes.names[self.nodes.mine]
+        self.given, self.save_folder = base, save
+        self.folder = run_folder(base, path) / self.nodes.names[self.nodes.mine]
+        self.base = self.folder.parents[1]
         self.newest: int | None = None
         together("making --memory-checkpoint-dir", group, self._make, lambda made: made)
 
@@ -166,7 +167,7 @@ class MemoryCheckpoints:
     def announce(self, shards: Mapping[str, LocalShard], group: Group) -> None:
         """Report the memory of the fullest node, and warn if it has not as much."""
         needed = self.bytes_per_node(shards, group)
-        room = shutil.disk_usage(self.folder).free + sum(_size(path) or 0 for path in self.folder.rglob("*"))
+        room = shutil.disk_usage(self.folder).free + bytes_below(self.folder)
         rooms = gather_all(room, group)
         left, node = min((rooms[ranks[0]] - needed[at], at) for at, ranks in enumerate(self.nodes.ranks))
         rest = f"{size(rooms[self.nodes.ranks[node][0]])} are free for them in {self.base}"
@@ -252,9 +253,11 @@ class MemoryCheckpoints:
         if self.nodes.leads:
             job.folder.rename(self.folder / folder_name(job.iteration))
 
-    def settle(self, found: InMemory | None) -> None:
-        """Delete all checkpoints but the one that was loaded."""
+    def settle(self, found: InMemory | None, group: Group) -> None:
+        """Delete all checkpoints but the one that was loaded; if there is none, also those of nodes that are absent."""
         self.newest = found.iteration if found else None
+        if found is None:
+            self.identity = from_rank_0(lambda: _identity(self.save_folder, anew=True), group)
         if self.nodes.leads:
             for path in checkpoints(self.folder):
                 held = self._held(path)
@@ -346,14 +349,30 @@ class MemoryCheckpoints:
         return left
 
 
+def run_folder(base: str, save: str) -> Path:
+    """Return the folder of a run's nodes on this machine.
+
+    Args:
+        base: --memory-checkpoint-dir; "": the default.
+    """
+    return (
+        Path(base or SHARED_MEMORY.format(os.getuid()))
+        / hashlib.sha256(os.path.abspath(save).encode()).hexdigest()[:12]
+    )
+
+
+def bytes_below(folder: Path) -> int:
+    return sum(_size(path) or 0 for path in folder.rglob("*"))
+
+
 def _file(wanted: Wanted) -> str:
     return wanted[0][1].file
 
 
-def _identity(save: Path) -> str:
-    """Return the content of IDENTITY in the --save folder, which is made if it is missing."""
+def _identity(save: Path, anew: bool = False) -> str:
+    """Return the content of IDENTITY in the --save folder, which is made if it is missing, or `anew`."""
     path = save / IDENTITY
-    if not path.exists():
+    if anew or not path.exists():
         save.mkdir(parents=True, exist_ok=True)
         write_atomically(path, uuid.uuid4().hex.encode())
     return read_regular(path, limit=100).decode(errors="replace")

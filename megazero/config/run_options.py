@@ -117,7 +117,7 @@ class CheckpointConfig:
     exit_interval: Iterations = 0
     """Save and stop when the iteration is a multiple of this. 0: never."""
     exit_duration_minutes: Minutes = 0.0
-    """Save and stop after this many minutes. 0: never."""
+    """Save and stop after this many minutes; with --elastic, from the first start. 0: never."""
     exit_before_minutes: Minutes = 0.0
     """Save and stop this many minutes before the time limit of the SLURM job. 0: never."""
 

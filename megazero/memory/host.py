@@ -23,6 +23,7 @@ class Machine(NamedTuple):
     host: Available | None  # for all ranks of the node together
     whole: int | None = None  # bytes of the device or, on a CPU, of the host, with those that are taken
     files: Available | None = None  # for states in files, of all ranks of the node together
+    copies: int = 0  # bytes of the run's checkpoints in memory, which `host` lacks and the next ones replace
 
 
 def has_nvidia(root: Path = Path("/")) -> bool:

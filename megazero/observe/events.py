@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megazero.comm.launch import scheduler
+from megazero.comm.launch.world import first_start
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.cli import Command
 from megazero.config.schema import Config
@@ -67,14 +68,14 @@ class RunEvents:
     def start(self, iteration: int, lost: Lost) -> None:
         """Record a start after `iteration`, and the time since the last record of the run, if any.
 
-        A start at 0 deletes the events of an older run.
+        The first start deletes the events of an older run.
         """
-        self.started, self.lost = iteration, lost
+        self.started, self.lost, first = iteration, lost, first_start(iteration)
         if self.folder is not None:
             event = {**_event("start", iteration), "command": sys.argv, "seconds": dict(self.clock.parts)}
             event |= {"lost_iterations": lost.iterations, "lost_seconds": lost.seconds}
-            event["down_seconds"] = max(0.0, self.clock.began - self._alive()) if iteration else 0.0
-            self._add(event | {"config": asdict(self.config)} | self.about, "a" if iteration else "w")
+            event["down_seconds"] = 0.0 if first else max(0.0, self.clock.began - (self._alive() or self.clock.began))
+            self._add(event | {"config": asdict(self.config)} | self.about, "w" if first else "a")
 
     def first_step(self, iteration: int) -> Record:
         """Return the parts of the start for the first record after it, and report them if it is a resume."""
@@ -82,7 +83,7 @@ class RunEvents:
             return {}
         self.clock.mark("first step")
         found: Record = {"start_seconds": self.clock.parts}
-        if self.started:
+        if not first_start(self.started):
             parts = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in self.clock.parts.items())
             words = f"resumed in {sum(self.clock.parts.values()):.1f} s: {parts}"
             if self.lost.until:
@@ -119,7 +120,7 @@ class RunEvents:
             self._add(_event("end", iteration) | {"why": why})
 
     def _alive(self) -> float:
-        """Return the Unix time of the last record or event of the run."""
+        """Return the Unix time of the last record or event of the run; 0 if there is none."""
         with contextlib.suppress(OSError):
             return max([self.lost.until, *(event.get("at", 0.0) for event in read_events(self.folder or Path()))])
         return self.lost.until

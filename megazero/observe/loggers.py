@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from megazero.comm.launch.world import first_start
 from megazero.config.cli import Command
 from megazero.config.flags import to_toml
 from megazero.config.schema import Config
@@ -114,10 +115,10 @@ class MetricsFile:
         """Open the file; OSError or ValueError if it is not a file that can be written.
 
         Args:
-            start_iteration: later lines are cut, because the run computes them again. 0 renames an older run's file
-                to metrics.previous.jsonl. None, an evaluation, keeps all lines.
+            start_iteration: later lines are cut, because the run computes them again. Its first start renames an older
+                run's file to metrics.previous.jsonl. None, an evaluation, keeps all lines.
         """
-        if path.exists() and start_iteration == 0:
+        if path.exists() and start_iteration is not None and first_start(start_iteration):
             os.replace(path, path.with_name("metrics.previous.jsonl"))
         elif path.exists():
             lines = read_regular(path).decode(errors="replace").splitlines()
@@ -194,7 +195,7 @@ class TensorBoard:
 def run_id(folder: Path, start_iteration: int) -> str:
     """Return the Weights & Biases id of the run in a log folder, or make one for a fresh start, and keep it there."""
     path = folder / "wandb-run-id"
-    if start_iteration == 0 or not path.is_file():
+    if first_start(start_iteration) or not path.is_file():
         replace_file(path, uuid.uuid4().hex[:12] + "\n")
     return path.read_text().strip()
 

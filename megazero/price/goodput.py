@@ -16,8 +16,7 @@ import math
 from typing import NamedTuple
 
 from megazero.config.schema import Config
-from megazero.model.stage import declare
-from megazero.plan.sizes import Rates
+from megazero.price.bytes.capacity import checkpoint_bytes
 from megazero.price.time.devices import Device
 
 SECONDS_PER_HOUR = 3600
@@ -58,14 +57,6 @@ def goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
     if stretch + restart / mtbf > 700:  # e^700 is near the largest float
         return 0.0
     return interval / (mtbf * math.exp(restart / mtbf) * math.expm1(stretch))
-
-
-def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of a checkpoint: master weights and optimizer states, in fp32 or fp64."""
-    rules, each = config.optimizer.rules, Rates.least(config).state
-    specs = declare(config.model).params()
-    numbers = ((math.prod(s.shape), rules.rule(s.matrices is not None, s.blocked)) for s in specs)
-    return sum(each * numel * (1 + len(rule.states)) for numel, rule in numbers)
 
 
 def ways(config: Config, device: Device, devices: int, hours: float) -> list[Way]:

@@ -13,6 +13,7 @@ from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.zero_policy import offload_fraction
 from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Recompute
 from megazero.price import goodput
+from megazero.price.bytes.capacity import checkpoint_bytes, memory_copies
 from megazero.price.bytes.estimate import KINDS, stage_moments
 from megazero.price.bytes.report import expert_words, padding_warning, padding_words
 from megazero.price.plan import SECONDS_PER_DAY, Plan, advice, as_json, failure_ways
@@ -84,7 +85,7 @@ def show_failures(plan: Plan, console: Console) -> None:
     disk, memory = (max(1, round(way.interval / plan.seconds)) for way in failure_ways(plan))
     console.print(
         f"this job: --save-interval {disk}, or --memory-checkpoint-interval {memory} with rare saves; a checkpoint has "
-        f"{size(goodput.checkpoint_bytes(plan.config))}",
+        f"{size(checkpoint_bytes(plan.config))}",
         highlight=False,
     )
 
@@ -150,8 +151,8 @@ def summary(plan: Plan) -> list[str]:
             lines.append(f"files: {files * each / 1e9:.1f} GB per node in --optimizer-nvme-offload")
         if plan.config.checkpoint.memory_checkpoint_interval:
             nodes = -(-plan.layout.world_size // each)
-            kept = goodput.checkpoint_bytes(plan.config) * (4 if nodes > 1 else 2) / nodes  # two of each copy
-            lines.append(f"checkpoints in memory: {kept / 1e9:.1f} GB per node in --memory-checkpoint-dir")
+            kept = memory_copies(plan.config, nodes) / 1e9
+            lines.append(f"checkpoints in memory: {kept:.1f} GB per node in --memory-checkpoint-dir")
     return lines + [f"limit: {line}" for line in advice(plan)]
 
 

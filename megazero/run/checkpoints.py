@@ -23,7 +23,7 @@ from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
 from megazero.log import log
 from megazero.observe.watchdog import Watchdog
-from megazero.run.resume import changed_options, check_data, check_model, find_checkpoint
+from megazero.run.resume import changed_options, check_data, check_model, find_checkpoint, takes_memory
 from megazero.run.run_state import Progress, RunState, attached_tokenizer, is_hugging_face, source_digest
 from megazero.run.stopping import DeadRun
 from megazero.step.engine import Engine
@@ -222,54 +222,60 @@ class Checkpoints:
             ValueError: this run cannot resume from the checkpoint.
             Damaged: it is damaged, and --load-exact is given, or --load is this checkpoint's own folder.
         """
-        found = self._resume_from_memory(load) if self.memory is not None else None
-        if found is not None:
-            return found
-        passed: dict[str, str] = {}
-        while load is not None:
+        passed, tried = dict[str, str](), dict[int, str]()
+        group, options, memory = self.mesh.host_group, self.config.checkpoint, self.memory
+        if memory is not None:
+            with self.mesh.world.peer_errors("planning checkpoints in memory"):
+                memory.announce(self.engine.shards(), group)
+        found = self._resume_from_memory(load, tried)
+        while found is None and load is not None:
             try:
-                return load, self._load(load)
+                found = load, self._load(load)
             except checkpoint.Damaged as error:
-                if self.config.checkpoint.load_exact or load == Path(self.config.checkpoint.load):
+                if options.load_exact or load == Path(options.load):
                     raise
                 passed[load.name] = str(error)
-                load = find_checkpoint(self.config, self.mesh.host_group, passed)
-        return None, Progress()
+                load = find_checkpoint(self.config, group, passed)
+                found = self._resume_from_memory(load, tried)
+        if found is None and takes_memory(self.config):  # Damaged if there are checkpoints on the disk
+            find_checkpoint(self.config, group, passed, memory=False)
+        if memory is not None and self.in_memory_at is None:
+            memory.settle(None, group)
+        if found is None and tried:  # the weights are those of a load that failed
+            raise checkpoint.Damaged(
+                f"{'; '.join(tried.values())}; all copies are deleted: start again to begin at iteration 0"
+            )
+        return found or (None, Progress())
 
-    def _resume_from_memory(self, load: Path | None) -> tuple[Path, Progress] | None:
+    def _resume_from_memory(self, load: Path | None, tried: dict[int, str]) -> tuple[Path, Progress] | None:
         """Load the newest whole checkpoint in memory that is newer than `load`; log the reason if there is none.
 
-        Raises as `resume`, or Damaged if copies in memory are damaged, and there is nothing else to load.
+        Args:
+            tried: iterations already found damaged -> the damage; more are added.
+
+        Raises as `resume`.
         """
-        memory, group, options = self.memory, self.mesh.host_group, self.config.checkpoint
-        assert memory is not None
-        with self.mesh.world.peer_errors("planning checkpoints in memory"):
-            memory.announce(self.engine.shards(), group)
-        begun = not options.load or Path(options.load).resolve() != Path(options.save).resolve() or options.finetune
-        again = bool(self.config.parallel.elastic) and generation() > 0
-        if begun and not again:
-            memory.settle(None)
+        memory, resumes = self.memory, takes_memory(self.config)
+        if memory is None or not (resumes or (self.config.parallel.elastic and generation() > 0)):
             return None
-        load = None if begun else load  # --save has no checkpoint yet
+        load = load if resumes else None  # --save has no checkpoint yet
         with self.mesh.world.peer_errors("looking for a checkpoint in memory"):
-            candidates, faults = memory.find(load, group)
+            candidates, faults = memory.find(load, self.mesh.host_group)
         for found in candidates:
+            if found.iteration in tried:
+                continue
             try:
                 path = memory.folder / found.name
                 progress = self._load(path, found)
             except checkpoint.Damaged as error:
-                if options.load_exact:
+                if self.config.checkpoint.load_exact:
                     raise
+                tried[found.iteration] = str(error)
                 faults.append(str(error))
                 continue
             self.in_memory_at = found.iteration
-            memory.settle(found)
+            memory.settle(found, self.mesh.host_group)
             return path, progress
-        memory.settle(None)
-        if load is None and candidates:  # the weights are those of a load that failed
-            raise checkpoint.Damaged(
-                f"{'; '.join(faults)}; all copies are deleted: start again to begin at iteration 0"
-            )
         if load is not None or faults:
             why = "; ".join(faults) or "no node has a checkpoint in memory"
             log.info(f"{why}: {f'{load} is loaded' if load else 'the run starts from the beginning'}")

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megazero.checkpoint import checkpoints
 from megazero.checkpoint.agreement import gather_all
-from megazero.comm.launch.world import World, generation, num_nodes
+from megazero.checkpoint.folders import save_mark
+from megazero.comm.launch.world import World, generation, mark_before, num_nodes
 from megazero.config.flags import LAYOUT_FLAGS
 from megazero.config.schema import Config
 from megazero.config.validate import elastic_nodes
@@ -66,9 +66,10 @@ class Question(NamedTuple):
         return replace(self.config, parallel=replace(self.config.parallel, elastic=""))
 
     def digest(self) -> str:
-        """Return a text that changes with the question; the numbers of nodes may change."""
+        """Return a text that changes with the question; not with the numbers of nodes, nor with less than 1 GiB."""
         options = {name: value for name, value in asdict(self.of_all).items() if name not in OTHER_GROUPS}
-        device = asdict(self.device)
+        memory = round(self.device["memory.capacity"] / 2**30)  # kernels differ in the memory that they keep
+        device = asdict(self.device) | {"constants": self.device.constants | {"memory.capacity": memory}}
         content = [options, sorted(self.given & {*LAYOUT_FLAGS}), self.per_node, self.vocab_size, device]
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -165,12 +166,12 @@ def _part(question: Question, numbers: list[int]) -> dict[int, Chosen] | str:
 def resuming(config: Config) -> Config:
     """Return the options of a start of an elastic run.
 
-    Without --load, and after ranks or nodes were lost, it resumes from --save, if that holds a checkpoint. The first
-    generation obeys --load and --finetune as any run.
+    Without --load, and once it has saved a checkpoint after its first generation began, it resumes from --save. Until
+    then every generation obeys --load and --finetune as any run.
     """
     options = config.checkpoint
     if not config.parallel.elastic:
         return config
-    if options.load and (generation() == 0 or not checkpoints(Path(options.save))):
+    if options.load and (generation() == 0 or save_mark(options.save) == mark_before()):
         return config
     return replace(config, checkpoint=replace(options, load=options.save, finetune=False))

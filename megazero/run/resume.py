@@ -15,20 +15,24 @@ from megazero.config.schema import Config, ModelConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.data.tokenizer import hub_hint
+from megazero.log import log
 from megazero.model.stage import declare
 from megazero.run.run_state import RunState, is_hugging_face
 
 ALWAYS = ("architecture", "vocab_size")  # options with which a model is always another
 
 
-def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str, str] | None = None) -> Path | None:
-    """Return the checkpoint folder that --load selects; None: start fresh. Rank 0 reads for all ranks of `group`.
+def find_checkpoint(
+    config: Config, group: Any = None, passing_over: Mapping[str, str] | None = None, memory: bool = True
+) -> Path | None:
+    """Return the checkpoint folder that --load selects; None: there is none. Rank 0 reads for all ranks of `group`.
 
     A Hugging Face folder is returned as it is: the run starts from its weights.
     In a folder of checkpoints damaged ones are passed over, with a warning, unless --load-exact is given.
 
     Args:
         passing_over: folders already found damaged -> the damage.
+        memory: it may have a checkpoint; then it is no error if all on the disk are damaged.
 
     Raises:
         ValueError: --load is missing; --save holds another run's checkpoints; or the checkpoint is of another model.
@@ -40,7 +44,13 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
         return Path(options.load)
     path, known = None, dict(passing_over or {})
     while options.load:
-        path = checkpoint.find(Path(options.load), group, passing_over=known, exact=options.load_exact)
+        try:
+            path = checkpoint.find(Path(options.load), group, passing_over=known, exact=options.load_exact)
+        except Damaged as error:
+            if options.load_exact or not (memory and takes_memory(config)):
+                raise
+            log.warning(f"{error}. Looking for one in memory")
+            return None
         if path is None:
             break
         try:
@@ -63,6 +73,13 @@ def find_checkpoint(config: Config, group: Any = None, passing_over: Mapping[str
             f"--save to start a new run there{hub_hint(options.load)}"
         )
     return path
+
+
+def takes_memory(config: Config) -> bool:
+    """Return whether the run resumes from --save, and may take checkpoints in memory that are newer than the disk's."""
+    options = config.checkpoint
+    same = bool(options.load) and Path(options.load).resolve() == Path(options.save).resolve()
+    return bool(options.memory_checkpoint_interval) and config.trains and same and not options.finetune
 
 
 def _guard_save(load: str, save: str, path: Path | None, finetune: bool) -> None:

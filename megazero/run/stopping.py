@@ -101,24 +101,24 @@ class Clock:
         duration_minutes: float,
         before_minutes: float,
         job_end: Callable[[], float | None],
-        now: float | None = None,
+        began: float = 0.0,
         save_minutes: float = 0.0,
     ) -> None:
         """Set the limits; 0 minutes: no such limit.
 
         Args:
-            duration_minutes: from `now`, the start of the run.
+            duration_minutes: from `began`.
             before_minutes: before the end of the job.
             job_end: returns the end of the job, in seconds since the epoch. It is called again before a stop, because
                 a job's limit can be changed.
+            began: when the run was launched.
             save_minutes: between checkpoints.
 
         Raises:
             ValueError: --exit-before-minutes in a job without a limit.
         """
-        begin = time.time() if now is None else now
-        self._until = begin + 60 * duration_minutes if duration_minutes else float("inf")
-        self._save_seconds, self._saved = 60 * save_minutes, begin
+        self._until = began + 60 * duration_minutes if duration_minutes else float("inf")
+        self._save_seconds, self._saved = 60 * save_minutes, time.time()
         self._margin, self._job_end = 60 * before_minutes, job_end
         self._end = job_end() if before_minutes else float("inf")
         if self._end is None:

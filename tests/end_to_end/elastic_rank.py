@@ -1,6 +1,6 @@
 """Stands in for pretrain_gpt.py in tests of agents: it counts iterations in a file, and imports no torch.
 
-Words: the folder of the file, the iterations to do, and those at which rank 0 fails (0: it refuses to start).
+Words: the folder of the file, the iterations to do, those at which rank 0 fails (0: it refuses to start), and flags.
 Other ranks of its node do not hear TERM, as in a collective that hangs.
 """
 
@@ -13,9 +13,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megazero.comm.launch import agent
+from megazero.comm.launch.world import launched
 
 rank, nodes = int(os.environ["RANK"]), os.environ["GROUP_WORLD_SIZE"]
-count, steps, failing = Path(sys.argv[1], "count"), int(sys.argv[2]), {int(word) for word in sys.argv[3:]}
+count, steps = Path(sys.argv[1], "count"), int(sys.argv[2])
+failing = {int(word) for word in sys.argv[3:] if word.isdigit()}
 
 
 def done() -> int:
@@ -27,7 +29,10 @@ if os.environ["LOCAL_RANK"] != "0":
 if 0 in failing and rank == 0:
     sys.exit("no such flag")
 began = done()
-print(f"generation {os.environ['TORCHELASTIC_RESTART_COUNT']}: {nodes} nodes, from {began}", flush=True)
+print(
+    f"generation {os.environ['TORCHELASTIC_RESTART_COUNT']}: {nodes} nodes, launched {launched()}, from {began}",
+    flush=True,
+)
 agent.leave(agent.BEGAN, str(began))
 while done() < steps:
     time.sleep(0.05)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.end_to_end.cli import metrics, pretrain
 from tests.helpers.elastic import LOST_SECONDS, NEVER_LOST, ElasticRun
-from tests.helpers.programs import runs
+from tests.helpers.programs import ROOT, runs
 
 STAND_IN = Path(__file__).with_name("elastic_rank.py")
 
@@ -34,6 +34,7 @@ def test_a_lost_node_is_noticed_and_one_that_comes_back_is_taken_in(tmp_path):
         assert [line.split(", ")[0] for line in began] == [
             f"generation {n}: {k} nodes" for n, k in enumerate((3, 2, 3))
         ]
+        assert len(set(re.findall(r"launched (\S+),", run.everything()))) == 1
         assert "generation 2: 3 nodes" in run.said("b") and "failure" not in run.everything()
         (tmp_path / "count").write_text(str(10**6))
         assert run.end() == {"a": 0, "b": 0, "c": 0}
@@ -62,6 +63,45 @@ def test_a_run_that_never_trained_is_not_tried_again(tmp_path):
         for name in "ab":
             assert "launch.sh: rank 0 ended with exit code 1" in run.said(name)
             assert "failures in a row" not in run.said(name)
+
+
+def test_a_node_with_another_command_does_not_join(tmp_path):
+    """It is refused at once, and the run does not notice. The same folder by a relative path is no difference."""
+    steps, save, lr = [str(10**6)], ["--save", str(tmp_path / "s")], ["--lr", "1e-3"]
+    with counting(tmp_path, "2:2", *steps, *save, *lr) as run:
+        run.start("a")
+        run.flags[2] = os.path.relpath(tmp_path / "s", ROOT)
+        run.start("b")
+        run.generation(0, "a", "b")
+        run.wait, where = 0.1, f"localhost:{run.port}"
+        others = (
+            ("c", [*save, "--lr", "2e-3"], f"this node has --lr 2e-3, and the run at {where} has --lr 1e-3; start the"),
+            ("d", [*save, *lr, "--swiglu"], f"this node has --swiglu, and the run at {where} has no further flag; sta"),
+            ("e", ["--save=t", *lr], f"--rdzv-endpoint {where} serves the run that saves in {tmp_path}/s; give this"),
+        )
+        for name, flags, _ in others:
+            run.flags = [*steps, *flags]
+            run.start(name)
+        for name, _, words in others:
+            assert run.running.pop(name).wait() == 1 and f"launch.sh: {words}" in run.said(name)
+        assert run.everything().count("generation") == 2
+        (tmp_path / "count").write_text(str(10**6))
+        assert run.end() == {"a": 0, "b": 0}
+
+
+@pytest.mark.slow
+def test_another_command_starts_anew_once_all_nodes_have_left(tmp_path):
+    """Their store is still there, and has counted a generation."""
+    with counting(tmp_path, "1:1", 10**6, lost=LOST_SECONDS) as run:
+        run.start("a")
+        run.generation(0, "a")
+        run.kill("a")
+        run.flags = [str(10**6 + 1)]
+        run.start("b")
+        assert run.running.pop("b").wait() == 1 and "or end that run first" in run.said("b")
+        time.sleep(LOST_SECONDS + 1)
+        run.start("c")
+        run.generation(0, "c")
 
 
 @pytest.mark.slow
@@ -111,7 +151,7 @@ def test_a_frozen_moment_changes_nothing(tmp_path, which):
     """An agent or a rank is frozen for less time than makes a node a lost one."""
     with counting(tmp_path, "2:2", 100) as run:
         run.start("a", "b")
-        run.generation(0)
+        run.generation(0, "a", "b")
         frozen = run.processes("b")[which]
         os.kill(frozen, signal.SIGSTOP)
         time.sleep(1.5)
@@ -251,6 +291,24 @@ def test_a_node_leaves_and_the_run_is_stopped(tmp_path):
         run.flags += ["--train-iters", str(last + 2)]
         run.start("b")
         assert run.end()["b"] == 0 and run.iteration == last + 2
+
+
+@pytest.mark.slow
+def test_a_run_that_went_back_goes_back_again(tmp_path):
+    """It loads iteration 8 of 8 and 16, and fails before it saves: the next generation begins at 8 too."""
+    with training(tmp_path, "1:1", 16, "--save-interval", INTERVAL) as run:
+        run.start("a")
+        assert run.end() == {"a": 0}
+        while run.store() is not None:
+            time.sleep(0.2)
+        run.flags += ["--train-iters", str(10**5), "--save-interval", str(10**5)]
+        run.flags += ["--load", str(tmp_path / "saved" / "iter_0000008")]
+        run.start("a")
+        run.trained(20)
+        os.kill(run.processes("a")[1], signal.SIGKILL)
+        run.generation(1)
+        run.until(lambda: len(starts(run)) == 3)
+        assert starts(run) == [(0, 1, 0), (0, 1, 8), (1, 1, 8)]
 
 
 @pytest.mark.slow

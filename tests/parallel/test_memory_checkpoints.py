@@ -104,6 +104,12 @@ def attempt(rank: int, config: Config, nodes: Sequence[str], until: int, file_li
     return Outcome(found, said)
 
 
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 4
+    path.write_bytes(content)
+
+
 class Runs:
     """Attempts at one run."""
 
@@ -136,10 +142,7 @@ class Runs:
 
     def flip(self, node: str, iteration: int, file: str) -> None:
         """Change a bit near the end of a file on a node."""
-        path = self.folder(node) / f"iter_{iteration:07d}" / file
-        content = bytearray(path.read_bytes())
-        content[-9] ^= 4
-        path.write_bytes(content)
+        flip(self.folder(node) / f"iter_{iteration:07d}" / file)
 
     def lose(self, *nodes: str) -> None:
         for node in nodes:
@@ -256,6 +259,28 @@ def test_damage_of_all_copies_of_the_only_checkpoint_ends_the_start(runs: Runs) 
     assert [iteration for iteration, _ in runs("dp2 zero3", 3, "ab").curve] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("deep", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_damage_of_the_disk_leaves_memory(runs: Runs, deep: bool) -> None:
+    """Memory has 4. The disk has 3 and 6: both lack a file; or the tensors of 6 are damaged, which the load notices."""
+    wanted = runs.whole("dp2 zero3", 7, "fp32")
+    runs("dp2 zero3", 6, "ab", save_interval=3, precision="fp32")
+    for folder in runs.disk.glob("iter_*"):
+        if not deep:
+            (folder / "rank_00001.safetensors").unlink()
+        elif folder.name == "iter_0000006":
+            flip(folder / "rank_00001.safetensors")
+    rest = runs("dp2 zero3", 7, "ab", save_interval=3, precision="fp32")
+    assert rest.curve == wanted[4:], rest.said
+    damaged = f"WARNING: --load {runs.disk} has no whole checkpoint (iter_0000006: "
+    assert deep != any(text.startswith(damaged) for text in rest.said)
+    assert any(text.endswith(f" s (the disk has {'3' if deep else 'none'})") for text in rest.said)
+    if not deep:
+        runs.lose("a", "b")
+        (runs.disk / "latest").write_text("iter_0000003\n")
+        with pytest.raises(RankError, match=r"Damaged: --load .* has no whole checkpoint"):
+            runs("dp2 zero3", 7, "ab", save_interval=3, precision="fp32")
+
+
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_folder_that_is_full_costs_a_copy(runs: Runs, copies: bool) -> None:
     """Rank 0 cannot write its own file; or only the larger copy of rank 1's."""
@@ -281,10 +306,15 @@ def test_an_explicit_checkpoint_is_loaded(runs: Runs) -> None:
     """The run goes back to iteration 3: its 4 in memory is abandoned."""
     wanted = runs.whole("dp2 zero1", 5, "fp32")
     runs("dp2 zero1", 5, "ab", save_interval=3, precision="fp32")
-    explicit = str(runs.disk / "iter_0000003")
+    explicit, away = str(runs.disk / "iter_0000003"), runs.disk.with_name("away")
+    shutil.copytree(runs.folder("b"), away)
     rest = runs("dp2 zero1", 4, "ab", precision="fp32", load=explicit, memory_checkpoint_interval=3)
     assert rest.curve == wanted[3:4]
     assert [*runs.folder("a").iterdir()] == []
+    shutil.rmtree(runs.folder("b"))  # it was absent, and comes back
+    shutil.copytree(away, runs.folder("b"))
+    (runs.disk / "latest").write_text("iter_0000003\n")
+    assert runs("dp2 zero1", 4, "ab", precision="fp32").curve == wanted[3:4]
 
 
 def test_memory_that_is_older_than_the_disk_is_deleted(runs: Runs) -> None:

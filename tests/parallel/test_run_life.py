@@ -253,7 +253,7 @@ def timed(rank: int, config: Config, job_end: float | None) -> tuple[int, Wish |
     run = run_of(rank, 2, config)
     if rank == 0:
         limits = config.checkpoint
-        run.wishes.clock = Clock(limits.exit_duration_minutes, limits.exit_before_minutes, lambda: job_end)
+        run.wishes.clock = Clock(limits.exit_duration_minutes, limits.exit_before_minutes, lambda: job_end, time.time())
     stop = quietly(run)
     return run.trainer.progress.iteration, stop
 

@@ -196,7 +196,8 @@ def test_a_save_by_time_begins_the_time_anew(corpus: str, tmp_path: Path) -> Non
 
     def long(iteration: int, batches: Any, samples: int) -> Any:
         if iteration == 2:
-            run.wishes.clock = Clock(0.0, 0.0, lambda: None, now=time.time() - 61, save_minutes=1.0)
+            run.wishes.clock = Clock(0.0, 0.0, lambda: None, save_minutes=1.0)
+            run.wishes.clock.saved(time.time() - 61)
         return step(iteration, batches, samples)
 
     run.trainer.engine.train_step = long

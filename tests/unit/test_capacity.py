@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from megazero.memory.host import Available, Machine, host_memory
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
-from megazero.price.bytes.capacity import check_memory, estimated, least
+from megazero.price.bytes.capacity import check_memory, checkpoint_bytes, estimated, least
 from megazero.price.bytes.estimate import stage_bytes
 from tests.unit.test_config import make
 from tests.unit.test_limits import limited_work
@@ -162,6 +163,30 @@ def test_a_run_is_refused_where_a_byte_is_missing(world_size: int, options: dict
         with pytest.raises(ValueError, match=r"^--[a-z-]+ \d+ .*: a rank needs .* .* available.*; "):
             check_memory(config, layout, fullest, with_memory(**shortage))
     check_memory(config, layout, fullest, Machine(range(world_size), device_type, None, None))
+
+
+@pytest.mark.parametrize(
+    ("device_type", "elastic", "times"), [("cpu", "", 1), ("cuda", "", 1), ("cuda", "3:4", 4 / 3), ("cuda", "1:4", 2)]
+)
+def test_copies_in_memory_are_host_memory(device_type: str, elastic: str, times: float) -> None:
+    """A node holds its part and its neighbour's of two checkpoints: on four nodes, the bytes of a whole one.
+
+    An elastic run must fit on its fewest nodes. Copies of an earlier start are replaced, so they count once.
+    """
+    config, layout = resolved(4, {"memory_checkpoint_interval": 7, "save": "x", "zero_stage": 1})
+    config = replace(config, parallel=replace(config.parallel, elastic=elastic))
+    each, copies = estimated(config, layout, 0, device_type), int(times * checkpoint_bytes(config))
+    total = each.host + each.total * (device_type == "cpu")
+    for present in (0, copies // 2):
+        node = Machine(range(2, 3), device_type, None, Available(total + copies - present, "of host memory"))
+        check_memory(config, layout, 2, node._replace(copies=present))
+        short = node._replace(copies=present, host=Available(total + copies - present - 1, "of host memory"))
+        with pytest.raises(
+            ValueError, match=r"--memory-checkpoint-interval 7: each of \d nodes? holds .* and its "
+        ) as e:
+            check_memory(config, layout, 2, short)
+        assert str(e.value).endswith(" of host memory; it fits with --memory-checkpoint-interval 0")
+    check_memory(config, layout, 2, Machine(range(2, 3), device_type, None, Available(total, ""), copies=2 * copies))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 
 import pretrain_gpt
 from megazero.config.cli import parse
-from megazero.price.goodput import best_interval, checkpoint_bytes, goodput, ways
+from megazero.price.bytes.capacity import checkpoint_bytes
+from megazero.price.goodput import best_interval, goodput, ways
 from megazero.price.time.devices import load_device
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from megazero.config.flags import with_values
+from megazero.config.schema import Config
+from megazero.observe.events import RunEvents
 from megazero.observe.loggers import MetricsFile
 from megazero.observe.pauses import Pauses
 from megazero.observe.report.lost_time import goodput_line, spent
@@ -80,6 +84,30 @@ def test_folders_of_older_versions_have_no_causes(tmp_path: Path) -> None:
     write(tmp_path, [older, start(1200.0, 1, process=1.0)], [{"step_seconds": 50.0}] * 2)
     run = read_run(tmp_path)
     assert spent(run) == {} and goodput_line(run) == "" and "Time of the run" not in page(run)
+
+
+def test_steps_before_the_first_checkpoint_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An elastic run starts again at iteration 0: its files stay, and the next run's start replaces them."""
+    path, config = tmp_path / "metrics.jsonl", with_values(Config(), {"log-dir": str(tmp_path)})
+
+    def begin() -> tuple[RunEvents, Lost]:
+        events, file = RunEvents(None, config, cast(Any, SimpleNamespace(rank=0))), MetricsFile(path, 0)
+        events.about = {}
+        events.start(0, file.lost)
+        file.write({"iteration": 1, "loss": 2.0, "step_seconds": 40.0, "at": time.time()})
+        file.close()
+        return events, file.lost
+
+    assert begin()[1] == Lost()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    events, lost = begin()
+    assert (lost.iterations, lost.seconds) == (1, 40.0) and not (tmp_path / "metrics.previous.jsonl").exists()
+    assert events.first_step(1)["recovery_seconds"] >= 0
+    run = read_run(tmp_path)
+    assert 0 <= run.start["down_seconds"] < 60
+    assert spent(run)["steps computed again"] == spent(run)["steps that are kept"] == 40.0 and len(run.starts) == 2
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    assert begin()[1] == Lost() and len(read_run(tmp_path).starts) == 1
 
 
 def test_lines_that_a_resume_cuts_are_counted(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megazero.comm.launch.world import World
+from megazero.checkpoint.folders import save_mark
+from megazero.comm.launch.world import BEFORE, World
 from megazero.config.cli import Command, read
 from megazero.config.flags import LAYOUT_FLAGS
 from megazero.config.validate import check_values, elastic_nodes
@@ -113,6 +115,9 @@ def test_a_table_of_another_run_does_not_count(question: Callable[..., Question]
     others += [question(per_node=2), ask._replace(vocab_size=300), ask._replace(device=roomy)]
     for other in others:
         assert relayout.read(tmp_path, other.digest()) == {}
+    memory = CPU["memory.capacity"] + 2.0**26
+    similar = replace(CPU, constants=CPU.constants | {"memory.capacity": Constant(memory, memory, memory, "")})
+    assert len(relayout.read(tmp_path, ask._replace(device=similar).digest())) == 3
     for same in ("--log-dir elsewhere", "--save-interval 7", "--elastic 1:9"):
         assert len(relayout.read(tmp_path, question(same).digest())) == 3
 
@@ -146,19 +151,21 @@ def test_a_number_of_nodes_that_no_layout_fits_is_refused_at_the_start(question:
 def test_a_start_resumes_from_what_the_run_has_saved(
     asked: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = asked("--load other --finetune").config
+    """Until the launch has saved, each generation starts where the first one did, also where --save holds others."""
+    other, back = asked("--load other --finetune").config, asked(f"--load {tmp_path}/iter_0000003").config
     assert resuming(asked().config).checkpoint.load == str(tmp_path)
-    for count in ("0", "2"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        assert resuming(other).checkpoint.load == "other"  # nothing is saved
-    (tmp_path / "iter_0000003").mkdir()
-    found = resuming(other).checkpoint
-    assert (found.load, found.finetune) == (str(tmp_path), False)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # a run that begins obeys its flags
-    assert resuming(other) == other
-    back = asked(f"--load {tmp_path}/iter_0000003").config
-    assert resuming(back) == back
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    for latest in (None, 1000):
+        if latest is not None:
+            (tmp_path / "latest").touch()
+            os.utime(tmp_path / "latest", (latest, latest))
+        monkeypatch.setenv(BEFORE, save_mark(str(tmp_path)))
+        for count in ("0", "2"):
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+            assert resuming(other) == other and resuming(back) == back
+    os.utime(tmp_path / "latest", (2000, 2000))
+    for config in (other, back):
+        found = resuming(config).checkpoint
+        assert (found.load, found.finetune) == (str(tmp_path), False)
     plain = replace(other, parallel=replace(other.parallel, elastic=""))
     assert resuming(plain) == plain
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -58,3 +59,23 @@ def test_a_script_for_one_machine_prints_its_command_and_runs_it(path: Path, tmp
     assert parse([*flags, "--save", "runs/a"]).optimizer.lr == 5e-4
     soft, hard = re.fullmatch(r"files: (\w+) of (\w+)", limit).groups()
     assert int(soft) == (min(int(hard), 65536) if hard.isdecimal() else 65536)
+
+
+def test_a_requeued_job_that_has_not_saved_starts_where_it_did(tmp_path: Path) -> None:
+    """It went back to iteration 3 of 9, and its node was lost before and after its first save. Stand-ins for SLURM."""
+    for name, line in (("srun", 'echo "flags: ${*: -4}"'), ("scontrol", "echo node1")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": "true", "PROGRAM": "srun", "SLURM_JOB_NODELIST": "node1"}
+    command = ["bash", ROOT / "scripts" / "slurm" / "pretrain.sbatch", "--save", "s", "--load", "s/iter_0000003"]
+    (tmp_path / "s").mkdir()
+    flags = []
+    for restarts, latest in ((0, 9), (1, 9), (2, 5)):
+        (tmp_path / "s" / "latest").write_text(f"iter_000000{latest}\n")
+        os.utime(tmp_path / "s" / "latest", (latest, latest))
+        job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env | job)
+        assert done.returncode == 0, done.stderr
+        flags += re.findall("flags: (.*)", done.stdout)
+    given = "--save s --load s/iter_0000003"
+    assert flags == [given, given, "s/iter_0000003 --load s --no-finetune"]

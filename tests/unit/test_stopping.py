@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from megazero.comm.launch import scheduler
+from megazero.comm.launch import agent, scheduler
+from megazero.comm.launch.world import STARTED, launched
 from megazero.config.schema import CheckpointConfig
 from megazero.run.stopping import SIGNALS, Clock, Signals, Wish, Wishes, stopped_words
 
@@ -22,23 +25,43 @@ def test_the_order_of_stops() -> None:
 
 
 def test_duration() -> None:
-    clock = Clock(2.0, 0.0, lambda: None, now=1000.0)
+    clock = Clock(2.0, 0.0, lambda: None, 1000.0)
     assert [clock.wish(now) for now in (1000.0, 1119.0, 1120.0)] == [0, 0, Wish.STOP_DURATION]
+
+
+def test_a_launch_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STARTED, "900.5")
+    assert launched() == 900.5
+    monkeypatch.delenv(STARTED)
+    assert abs(launched() - time.time()) < 60
+
+
+def test_folders_of_killed_agents_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of agents that live, and of others, stay."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    alive = agent.make_folder()
+    for killed in ("megazero-agent-1", "megazero-agent-2", "other"):
+        (tmp_path / killed).mkdir()
+        (tmp_path / killed / "began").touch()
+    second = agent.make_folder()
+    assert {*tmp_path.iterdir()} == {tmp_path / "other", alive, second}
 
 
 def test_a_save_is_due_when_its_time_has_passed_since_the_last() -> None:
     """--save-interval-minutes."""
-    clock = Clock(0.0, 0.0, lambda: None, now=1000.0, save_minutes=0.5)
+    clock = Clock(0.0, 0.0, lambda: None, save_minutes=0.5)
+    assert clock.wish(time.time()) == Wish.CONTINUE
+    clock.saved(1000.0)
     assert [clock.wish(now) for now in (1000.0, 1029.0, 1030.0, 1031.0)] == [0, 0, Wish.SAVE, Wish.SAVE]
     clock.saved(1031.0)
     assert [clock.wish(now) for now in (1060.0, 1061.0)] == [Wish.CONTINUE, Wish.SAVE]
-    assert Clock(0.0, 0.0, lambda: None, now=0.0).wish(1e9) == Wish.CONTINUE
+    assert Clock(0.0, 0.0, lambda: None).wish(1e10) == Wish.CONTINUE
 
 
 def test_the_end_of_the_job_is_asked_for_again_before_it_is_believed() -> None:
     """The job got more time."""
     ends = iter([10_000.0, 20_000.0, 20_000.0])
-    clock = Clock(0.0, 5.0, lambda: next(ends), now=0.0)
+    clock = Clock(0.0, 5.0, lambda: next(ends))
     assert [clock.wish(now) for now in (9_699.0, 9_700.0, 19_699.0, 19_700.0)] == [0, 0, 0, Wish.STOP_JOB_END]
 
 

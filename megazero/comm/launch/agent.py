@@ -7,7 +7,10 @@ collective, which may hang.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 FOLDER = "MEGAZERO_AGENT"
@@ -15,6 +18,28 @@ LOST = "lost"  # from the agent: why the ranks must end at once
 CHANGED = "changed"  # from the agent: why the ranks should stop after a step
 BEGAN = "began"  # from a rank: the iteration after which this start trains
 STOPPED = "stopped"  # from a rank: the name of the wish with which it ended
+
+
+def make_folder() -> Path:
+    """Make a folder for this process, the agent, locked until its end; delete those of agents that were killed."""
+    temporary, prefix = Path(tempfile.gettempdir()), "megazero-agent-"
+    for left in temporary.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # its agent lives, or is another user's
+            _lock(left)
+            shutil.rmtree(left, ignore_errors=True)
+    new = Path(tempfile.mkdtemp(prefix="megazero-new-"))
+    _lock(new)  # before another agent finds it by its name
+    return new.rename(new.with_name(new.name.replace("megazero-new-", prefix)))
+
+
+def _lock(folder: Path) -> None:
+    """Lock a folder until the end of this process; OSError if another one has."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(file)
+        raise
 
 
 def read(name: str) -> str:

@@ -13,6 +13,10 @@ from typing import NamedTuple
 
 WAY_OUT = "start ranks with torchrun, srun or scripts/launch.sh, or unset RANK and WORLD_SIZE to train with one process"
 
+# Variables that the launcher of an elastic run sets when it begins, for the ranks of all generations.
+STARTED = "MEGAZERO_STARTED"  # Unix time
+BEFORE = "MEGAZERO_BEFORE"  # `checkpoint.folders.save_mark` of --save
+
 
 class World(NamedTuple):
     """Rank and world size as set by the launcher."""
@@ -113,6 +117,21 @@ def generation() -> int:
 def agent_store() -> bool:
     """Return true if torchrun, and not rank 0, hosts the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def first_start(iteration: int) -> bool:
+    """Return whether a start after `iteration` is the first one of its run."""
+    return iteration == 0 and generation() == 0
+
+
+def launched() -> float:
+    """Return the Unix time at which the first generation of an elastic run began; of any other run, the time now."""
+    return float(os.environ.get(STARTED) or time.time())
+
+
+def mark_before() -> str:
+    """Return the mark of the --save folder before an elastic run was launched; empty if it had no checkpoint."""
+    return os.environ.get(BEFORE, "")
 
 
 def tasks_of_node(tasks_per_node: str, node: int) -> int:

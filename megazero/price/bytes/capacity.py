@@ -7,6 +7,7 @@ have failed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,16 +15,16 @@ from typing import Any, NamedTuple
 from megazero.config.flags import as_flag, with_values
 from megazero.config.presets import over_defaults, preset_names, preset_values
 from megazero.config.schema import Config
-from megazero.config.validate import check_values
+from megazero.config.validate import check_values, elastic_nodes
 from megazero.memory.host import Available, Machine
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.resolve import check_block_runs, resolve
 from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import sharding_groups
-from megazero.plan.sizes import elements, hidden_bytes, least_held
+from megazero.plan.sizes import Rates, elements, hidden_bytes, least_held
 from megazero.price.bytes.estimate import stage_bytes
-from megazero.units import size
+from megazero.units import size, things
 
 MOST_TRACED = 1 << 40  # bytes: a block with a larger input is not traced, because it fits nowhere
 
@@ -76,6 +77,20 @@ def estimated(config: Config, layout: Layout, stage: int, device_type: str) -> N
     return Needs(found.at_peak, found.memory["host"], found.memory["nvme"])
 
 
+def checkpoint_bytes(config: Config) -> int:
+    """Return the bytes of a checkpoint: master weights and optimizer states, in fp32 or fp64."""
+    rules, each = config.optimizer.rules, Rates.least(config).state
+    specs = declare(config.model).params()
+    numbers = ((math.prod(s.shape), rules.rule(s.matrices is not None, s.blocked)) for s in specs)
+    return sum(each * numel * (1 + len(rule.states)) for numel, rule in numbers)
+
+
+def memory_copies(config: Config, nodes: int) -> int:
+    """Return the bytes of a node's copies for --memory-checkpoint-interval: two of its own part, two of another's."""
+    kept = bool(config.checkpoint.memory_checkpoint_interval) and config.trains
+    return checkpoint_bytes(config) * (4 if nodes > 1 else 2) // nodes if kept else 0
+
+
 def _problem(config: Config, layout: Layout, rank: int, machine: Machine) -> str:
     """Return why a run does not fit; empty if it does."""
     return _shortage(config, layout, rank, machine, lambda stage: least(config, layout, stage)) or _shortage(
@@ -99,8 +114,16 @@ def _shortage(config: Config, layout: Layout, rank: int, machine: Machine, count
     if machine.host is None:
         return ""
     total = sum(needs[stage].host + (needs[stage].total if on_cpu else 0) for stage in stages)
-    if total <= machine.host.num_bytes:
+    nodes = min(elastic_nodes(config.parallel.elastic), default=-(-layout.world_size // len(machine.ranks)))
+    copies = memory_copies(config, nodes)
+    if total + max(0, copies - machine.copies) <= machine.host.num_bytes:
         return ""
+    if total <= machine.host.num_bytes:
+        interval, left = config.checkpoint.memory_checkpoint_interval, machine.host.num_bytes + machine.copies
+        return (
+            f"--memory-checkpoint-interval {interval}: each of {things(nodes, 'node')} holds {size(copies)} of copies, "
+            f"and its ranks need {size(total)}, of {size(left)} {machine.host.source}"
+        )
     several = f", the {len(machine.ranks)} ranks of this node {size(total)}" if len(machine.ranks) > 1 else ""
     needed = _list(mine) if on_cpu else f"a rank needs {size(mine.host)} of host memory"
     return f"{_blame(config, mine)}{needed}{several}, and {_amount(machine.host)} are available"
@@ -155,7 +178,9 @@ def flags_that_fit(config: Config, layout: Layout, device_type: str, fits: Fits)
 
 def alternatives(config: Config, layout: Layout, device_type: str) -> Iterator[tuple[str, Config]]:
     """Yield flags that lower memory: each alone, then more and more of them together."""
+    copied = ("memory-checkpoint-interval", 0)
     steps: list[tuple[str, Any]] = [
+        *((copied,) if config.checkpoint.memory_checkpoint_interval else ()),
         *(("zero-stage", stage) for stage in (1, 2, 3) if layout.shard > 1 and stage > config.zero.zero_stage),
         ("recompute", "selective"),
         ("recompute", "full"),
