@@ -5,6 +5,7 @@ Memory, traffic, time, checkpoints and ZeRO read them here.
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -31,6 +32,18 @@ class State(NamedTuple):
     def num_bytes(self, master: int) -> Fraction:
         """Return the bytes of an element, whose master weight has `master` bytes."""
         return SMALL_BYTES[self.precision] if self.precision else Fraction(master)
+
+
+class WeightKind(NamedTuple):
+    """The properties of a weight that choose its update rule.
+
+    Attributes:
+        is_matrix: it is a matrix inside a block, or several, as its layer declares.
+        blocked: its rows are whole blocks of small states.
+    """
+
+    is_matrix: bool = False
+    blocked: bool = False
 
 
 class UpdateRule(NamedTuple):
@@ -81,7 +94,7 @@ class Optimizer(NamedTuple):
     Attributes:
         matrices: rule of the matrices inside blocks, as their layers declare them; experts are matrices of their own.
         others: rule of tables, head, norms, biases and routers.
-        moments: precision of the states of weights in whole blocks (`ParamSpec.blocked`); fp32: that of master weights.
+        moments: precision of the states of weights in whole blocks; fp32: that of master weights.
         master_weights: fp32, or split: the bf16 compute weights have their upper bits.
     """
 
@@ -94,12 +107,16 @@ class Optimizer(NamedTuple):
     def rules(self) -> tuple[UpdateRule, ...]:
         """Each rule once."""
         both = True, False
-        return tuple(dict.fromkeys(self.rule(is_matrix, blocked) for is_matrix in both for blocked in both))
+        return tuple(dict.fromkeys(self.rule(WeightKind(*kind)) for kind in itertools.product(both, both)))
 
-    def rule(self, is_matrix: bool, blocked: bool) -> UpdateRule:
-        """Return the rule of a weight: whether it is a matrix inside a block, and whether its rows are whole blocks."""
-        rule = self.matrices if is_matrix else self.others
-        return rule.small(self.moments) if blocked and self.moments != "fp32" else rule
+    def rule(self, kind: WeightKind) -> UpdateRule:
+        """Return the rule of a weight."""
+        rule = self.matrices if kind.is_matrix else self.others
+        return rule.small(self.moments) if kind.blocked and self.moments != "fp32" else rule
+
+    def saved(self, kind: WeightKind) -> tuple[str, ...]:
+        """Return the prefixes of a weight's name in a checkpoint: of its master weights, and of each state."""
+        return ("model", *(state.name for state in self.rule(kind).states))
 
     @property
     def states(self) -> tuple[State, ...]:

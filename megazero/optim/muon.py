@@ -37,11 +37,6 @@ class OwnedMatrices(NamedTuple):
     numbers: tuple[int, ...]
     ranks: Axis | None
 
-    @property
-    def working(self) -> int:
-        """Elements of the buffers of an update."""
-        return self.matrices.working(self.ranks.size if self.ranks else 1)
-
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of each matrix, [.., columns], in a slice."""
         dims = self.numbers

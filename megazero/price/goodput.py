@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megazero.config.schema import Config
 from megazero.model.stage import declare
-from megazero.plan.sizes import Rates
+from megazero.plan.optimizer_sizes import Rates
 from megazero.price.time.devices import Device
 
 SECONDS_PER_HOUR = 3600
@@ -64,8 +64,7 @@ def checkpoint_bytes(config: Config) -> int:
     """Return the bytes of a checkpoint: master weights and optimizer states, in fp32 or fp64."""
     rules, each = config.optimizer.rules, Rates.least(config).state
     specs = declare(config.model).params()
-    numbers = ((math.prod(s.shape), rules.rule(s.matrices is not None, s.blocked)) for s in specs)
-    return sum(each * numel * (1 + len(rule.states)) for numel, rule in numbers)
+    return sum(each * math.prod(spec.shape) * len(rules.saved(spec.kind)) for spec in specs)
 
 
 def ways(config: Config, device: Device, devices: int, hours: float) -> list[Way]:

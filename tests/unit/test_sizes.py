@@ -19,6 +19,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import DENSE
+from megazero.plan.optimizer_sizes import Share, States
 from megazero.plan.program.operations import (
     Backward,
     Forward,
@@ -35,7 +36,7 @@ from megazero.plan.program.operations import (
     Update,
 )
 from megazero.plan.program.rank_spec import rank_spec
-from megazero.plan.sizes import LayerSizes, Moved, Share, States, StepSizes, least_held
+from megazero.plan.sizes import LayerSizes, Moved, StepSizes, least_held
 from megazero.price.bytes.estimate import estimate, stage_bytes, stage_moments
 
 ROOT = Path(__file__).resolve().parents[2]

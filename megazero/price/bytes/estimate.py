@@ -188,8 +188,7 @@ def staged_bytes(config: Config, layout: Layout, rank: int) -> int:
         return 0
     rules, found = config.optimizer.rules, 0
     for part in rank_parts(config, layout, rank, declare):
-        states = rules.rule(part.spec.matrices is not None, part.spec.blocked).states
-        found += (part.stop - part.start) * (1 + len(states))
+        found += (part.stop - part.start) * len(rules.saved(part.spec.kind))
     return found * max(4, BYTES[config.training.precision])
 
 
@@ -404,8 +403,6 @@ class _Walk:
 
     def _update(self, op: Update) -> None:
         on_host = self.spec.units[op.unit].on_host
-        sizes = self.sizes
-        temporary = sizes.cast_gradients(op.unit) + sizes.working(op.unit) + sizes.scratch(op.unit)
-        self.tracker.allocate("host" if on_host else "buffers", temporary).end()
+        self.tracker.allocate("host" if on_host else "buffers", self.sizes.optimized(op.unit).temporary).end()
         if not on_host:
             self.allocations[op] = self.allocations.pop(("sharded", op.unit))
