@@ -37,6 +37,7 @@ class Work:
     precision: str
     architecture: str = "gpt2"
     offload: bool = False  # optimizer states in host memory
+    matmul_backend: str = "auto"  # of megazero
 
     def config(self, stage: int) -> Config:
         """Return megazero's config; the peers read the model and the optimizer from it too."""
@@ -47,7 +48,11 @@ class Work:
             model = replace(model, architecture="llama", ffn_hidden_size=8 * h // 3 // 64 * 64, **options)
         return Config(
             model=model,
-            training=TrainingConfig(self.micro_batch_size, precision=self.precision),  # type: ignore[arg-type]
+            training=TrainingConfig(
+                self.micro_batch_size,
+                precision=self.precision,  # type: ignore[arg-type]
+                matmul_backend=self.matmul_backend,  # type: ignore[arg-type]
+            ),
             zero=ZeroConfig(stage),  # type: ignore[arg-type]
             optimizer=OptimizerConfig(optimizer_cpu_offload=self.offload),
         )

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}  # of a number, by --precision or --grad-dtype
 BLOCK = 32  # neighbours in a row of a weight, whose int8 states share an exponent
+MOST_BLOCKS = 1 << 31  # of a weight with small states: random bits are numbered in 32 bits
 SMALL_BYTES = {"bf16": Fraction(2), "int8": 1 + Fraction(1, BLOCK)}
-TOGETHER = 1 << 20  # elements whose small states are wide at once, while they are updated
-ROUNDING_BYTES = 32  # per element: buffers in which numbers are rounded at random
+TOGETHER = 1 << 20  # elements that are updated at once, if an update needs buffers of their size
+ROUNDING_BYTES = {"bf16": 8, "int8": 25}  # per element: buffers in which numbers are rounded, besides 4 for each state
 
 
 class State(NamedTuple):
@@ -52,11 +53,13 @@ class UpdateRule(NamedTuple):
     Attributes:
         states: kept besides master weights by a run that trains.
         whole_matrices: each matrix is updated by one data-parallel rank: owned ranges begin and end between matrices.
+        copies: buffers that an update allocates, each as large as the weights.
     """
 
     name: str
     states: tuple[State, ...]
     whole_matrices: bool = False
+    copies: int = 0
 
     def small(self, precision: str) -> UpdateRule:
         """Return the rule with states of this precision."""
@@ -66,18 +69,24 @@ class UpdateRule(NamedTuple):
     def is_small(self) -> bool:
         return any(state.precision for state in self.states)
 
-    def scratch_bytes(self, numel: int, master: int, splits: bool) -> int:
-        """Return the bytes of buffers in which `numel` elements are updated, besides those of whole matrices.
+    def scratch_bytes(self, numel: int, master: int, splits: bool, working: int) -> int:
+        """Return the bytes of buffers in which `numel` elements are updated.
+
+        Numbers are made wide, updated, and then rounded; the buffers of both are not alive at once.
 
         Args:
             master: bytes of a master weight.
             splits: master weights are split.
+            working: bytes of the buffers of whole matrices.
         """
         together = numel if self.whole_matrices else min(numel, TOGETHER)
-        each = master * splits
+        wide, rounding = splits * master, splits * master
         if self.is_small:
-            each += master * len(self.states) + ROUNDING_BYTES
-        return each * together
+            wide += len(self.states) * master
+            rounding = max(ROUNDING_BYTES[s.precision] for s in self.states if s.precision) + master - 4
+            rounding += 4 * len(self.states)
+        computing = working if self.whole_matrices else self.copies * master * together
+        return wide * together + max(computing, rounding * together)
 
     def state_bytes(self, master: int) -> Fraction:
         """Return the bytes of all states of an element, whose master weight has `master` bytes."""
@@ -139,6 +148,6 @@ class Optimizer(NamedTuple):
 
 
 ADAMW = UpdateRule("adamw", (State("exp_avg"), State("exp_avg_sq", positive=True)))
-LION = UpdateRule("lion", (State("direction"),))
+LION = UpdateRule("lion", (State("direction"),), copies=1)
 MUON = UpdateRule("muon", (State("momentum"),), whole_matrices=True)
 OPTIMIZERS = {"adamw": Optimizer(ADAMW, ADAMW), "lion": Optimizer(LION, LION), "muon": Optimizer(MUON, ADAMW)}

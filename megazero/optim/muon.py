@@ -71,8 +71,9 @@ def update(
     for several in owned:
         rate = params.lr * scale(c, several.matrices)
         for weight, direction in zip(several.views(master), several.views(gradient), strict=True):
-            step = orthogonal(direction.reshape(-1, direction.shape[-1]), several, c.muon_num_ns_steps, dtype)
-            weight.sub_(step.reshape(weight.shape), alpha=rate)
+            flat = direction.reshape(-1, direction.shape[-1])
+            # no name is left for the result, which would be alive during the next matrix
+            weight.sub_(orthogonal(flat, several, c.muon_num_ns_steps, dtype).reshape(weight.shape), alpha=rate)
 
 
 def scale(config: OptimizerConfig, matrices: Matrices) -> float:

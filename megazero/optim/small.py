@@ -168,6 +168,7 @@ class SplitMaster:
 def round_away(values: torch.Tensor, weights: torch.Tensor) -> None:
     """Round fp32 numbers to the nearest ones in bf16; away from 0 in the middle."""
     weights.view(torch.int16).copy_(upper(values.view(torch.int32) + HALF))
+    weights.masked_fill_(values.isnan(), torch.nan)  # of 0x7FFFFFFF, which GPUs compute, the sum is near -0
 
 
 def upper(x: torch.Tensor) -> torch.Tensor:

@@ -170,10 +170,10 @@ class OwnedSizes(NamedTuple):
     @property
     def temporary(self) -> int:
         """Bytes that an update allocates: cast gradients, buffers of a matrix, wide copies of narrow states."""
-        rates = self.run.others
+        rates, working = self.run.others, self.working * self.run.product_bytes
         cast = self.numel * rates.state if rates.gradients < rates.state else 0
-        wide = (rule.scratch_bytes(n, rates.state, self.run.rules.splits) for rule, n in self.by_rule.items())
-        return cast + self.working * self.run.product_bytes + max(wide)
+        splits = self.run.rules.splits
+        return cast + max(rule.scratch_bytes(n, rates.state, splits, working) for rule, n in self.by_rule.items())
 
 
 class OptimizerSizes:

@@ -123,9 +123,9 @@ class OptimizerShard:
         gradient.allocation.end()
 
     def _pieces(self, part: RuledPart) -> list[Range]:
-        """Divide a part if its numbers have to be made wide."""
-        small = part.noise is not None or not isinstance(self.master, Wide)
-        return [part.owned] if part.rule.whole_matrices or not small else _cut(part.owned)
+        """Divide a part if its update needs buffers of its size."""
+        buffers = part.rule.copies or part.rule.is_small or not isinstance(self.master, Wide)
+        return [part.owned] if part.rule.whole_matrices or not buffers else _cut(part.owned)
 
     def _update(self, params: StepParams, part: RuledPart, piece: Range, gradient: torch.Tensor) -> None:
         """Update elements `piece` of the owned range."""
