@@ -14,7 +14,7 @@ BLOCK = 32  # neighbours in a row of a weight, whose int8 states share an expone
 MOST_BLOCKS = 1 << 31  # of a weight with small states: random bits are numbered in 32 bits
 SMALL_BYTES = {"bf16": Fraction(2), "int8": 1 + Fraction(1, BLOCK)}
 TOGETHER = 1 << 20  # elements that are updated at once, if an update needs buffers of their size
-ROUNDING_BYTES = {"bf16": 8, "int8": 25}  # per element: buffers in which numbers are rounded, besides 4 for each state
+ROUNDING_BYTES = {"bf16": 12, "int8": 33}  # per element: buffers in which numbers are rounded at random
 
 
 class State(NamedTuple):
@@ -84,7 +84,6 @@ class UpdateRule(NamedTuple):
         if self.is_small:
             wide += len(self.states) * master
             rounding = max(ROUNDING_BYTES[s.precision] for s in self.states if s.precision) + master - 4
-            rounding += 4 * len(self.states)
         computing = working if self.whole_matrices else self.copies * master * together
         return wide * together + max(computing, rounding * together)
 

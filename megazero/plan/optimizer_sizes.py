@@ -5,7 +5,7 @@ The account (`plan.sizes`) adds them up, and `zero` allocates them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from megazero.config.optimizers import UpdateRule
 from megazero.config.schema import BYTES, Config
 from megazero.memory import BLOCKS, PAGE
 from megazero.plan.layout.flat_layout import FlatLayout, Matrices, Range, round_up
+from megazero.plan.layout.parameters import ParamSpec
 from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import DENSE, ShardingGroup, offload_fraction, sharding_groups
 
@@ -203,6 +204,12 @@ class OptimizerSizes:
         return OwnedSizes(
             self, owned.numel // parts, {rule: n // parts for rule, n in by_rule.items()}, matrices, working
         )
+
+
+def saved_bytes(config: Config, elements: Iterable[tuple[ParamSpec, int]]) -> int:
+    """Return the bytes in a checkpoint of some elements of each weight: all tensors are as wide as master weights."""
+    numbers = sum(numel * len(config.optimizer.rules.saved(spec.kind)) for spec, numel in elements)
+    return numbers * Rates.least(config).state
 
 
 def block_sizes(regions: Sequence[int]) -> list[int]:

@@ -140,6 +140,13 @@ def kept_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     return partition_numel(hidden_bytes(config, layout, cp_rank) // each, parts) * each
 
 
+def keys_bytes(config: Config, layout: Layout) -> int:
+    """Return the bytes of a micro-batch's keys and values on a rank, in a layer."""
+    model, training = config.model, config.training
+    tokens = training.micro_batch_size * dealt_tokens(config, layout)
+    return 2 * tokens * max(1, model.query_groups // layout.tp) * model.head_dim * BYTES[training.precision]
+
+
 def logits_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     """Return the bytes of a micro-batch's logits on a rank of the last stage, without the vocabulary's padding."""
     training, model = config.training, config.model

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megazero.config.schema import Config
 from megazero.model.stage import declare
-from megazero.plan.optimizer_sizes import Rates
+from megazero.plan.optimizer_sizes import saved_bytes
 from megazero.price.time.devices import Device
 
 SECONDS_PER_HOUR = 3600
@@ -62,9 +62,7 @@ def goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
 
 def checkpoint_bytes(config: Config) -> int:
     """Return the bytes of a checkpoint: master weights and optimizer states, in fp32 or fp64."""
-    rules, each = config.optimizer.rules, Rates.least(config).state
-    specs = declare(config.model).params()
-    return sum(each * math.prod(spec.shape) * len(rules.saved(spec.kind)) for spec in specs)
+    return saved_bytes(config, ((spec, math.prod(spec.shape)) for spec in declare(config.model).params()))
 
 
 def ways(config: Config, device: Device, devices: int, hours: float) -> list[Way]:

@@ -22,6 +22,7 @@ from tests.parallel.test_bytes import FEW_NUMBERS
 from tests.parallel.test_parity import check_bytes
 
 WIDE = replace(MODEL, num_layers=1, hidden_size=128, num_attention_heads=2, ffn_hidden_size=256)
+NARROW = replace(WIDE, ffn_hidden_size=64, kv_channels=16)  # the MLP's longer sides are whole on every rank
 
 
 class Learned(NamedTuple):
@@ -87,6 +88,7 @@ def update_twice(rank: int, case: Case) -> list[tuple[int, int]]:
         Case(optimizer="lion", model=WIDE, precision="bf16", grad_dtype="bf16", masters="split"),
         Case(optimizer="muon", model=WIDE, precision="bf16"),
         Case(tp=2, optimizer="muon", model=WIDE, precision="bf16"),
+        Case(tp=2, optimizer="muon", model=NARROW),
         Case(optimizer="muon", model=WIDE, precision="fp64", grad_dtype="fp64", moments="int8"),
         Case(model=WIDE, precision="bf16", moments="bf16", masters="split"),
         Case(model=WIDE, moments="int8"),
@@ -97,7 +99,7 @@ def test_an_update_allocates_as_many_bytes_as_estimated(case: Case, ranks) -> No
     for found in ranks(case.world).run(update_twice, case):
         assert max(estimated for estimated, _ in found)
         for estimated, counted in found:
-            assert 0.75 * estimated <= counted <= estimated + FEW_NUMBERS
+            assert 0.85 * estimated <= counted <= estimated + FEW_NUMBERS
 
 
 def test_states_have_bytes_by_their_precision() -> None:
