@@ -1,12 +1,9 @@
-"""The same GPT in plain PyTorch, under the data-parallel systems that megazero is measured against.
-
-Imports torch and megazero's random numbers, and transformers for a llama, so that DeepSpeed can run it in an
-environment of its own.
+"""The models of `peer_models` under the data-parallel systems that megazero is measured against.
 
 Every peer has the model as good PyTorch writes it (flash attention, tanh GELU, fused AdamW, gradients clipped with
 foreach) and the settings below; anything not named is the peer's default.
 
-Shapes: b micro-batch, s sequence, h hidden, n heads, d head dim, v vocabulary.
+Shapes: b micro-batch, s sequence.
 """
 
 from __future__ import annotations
@@ -20,14 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
+from benchmarks.peer_models import TorchtitanLlama, plain_model
 from megazero.config.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
-from megazero.kernels import initial_values
 from megazero.model.stage import declare
-from megazero.plan.layout.layers import stage_units
-from megazero.plan.layout.parameters import LocalBlock
-from megazero.plan.layout.topology import Layout
 
 
 @dataclass(frozen=True)
@@ -43,6 +36,8 @@ class Work:
     ranks: int
     precision: str
     architecture: str = "gpt2"
+    offload: bool = False  # optimizer states in host memory
+    matmul_backend: str = "auto"  # of megazero
 
     def config(self, stage: int) -> Config:
         """Return megazero's config; the peers read the model and the optimizer from it too."""
@@ -53,8 +48,13 @@ class Work:
             model = replace(model, architecture="llama", ffn_hidden_size=8 * h // 3 // 64 * 64, **options)
         return Config(
             model=model,
-            training=TrainingConfig(self.micro_batch_size, precision=self.precision),  # type: ignore[arg-type]
+            training=TrainingConfig(
+                self.micro_batch_size,
+                precision=self.precision,  # type: ignore[arg-type]
+                matmul_backend=self.matmul_backend,  # type: ignore[arg-type]
+            ),
             zero=ZeroConfig(stage),  # type: ignore[arg-type]
+            optimizer=OptimizerConfig(optimizer_cpu_offload=self.offload),
         )
 
     def tokens(self, step: int, rank: int) -> torch.Tensor:
@@ -67,149 +67,6 @@ class Work:
         """Arguments of a rank's step: ids and labels, [b, s] each."""
         tokens = self.tokens(step, rank).to(device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-class PlainBlock(nn.Module):
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        h = model.hidden_size
-        self.num_heads = model.num_attention_heads
-        self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
-        self.attention = nn.ModuleDict({"qkv": nn.Linear(h, 3 * h), "proj": nn.Linear(h, h)})
-        self.mlp = nn.ModuleDict({"up": nn.Linear(h, model.ffn_size), "down": nn.Linear(model.ffn_size, h)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [b, s, h] -> [b, s, h]. Rows of qkv are ordered head, then q, k, v, as megazero's."""
-        qkv = self.attention["qkv"](self.norm1(x))
-        b, s, _ = qkv.shape  # not x's: under sequence parallelism a rank's x has a part of the sequence
-        q, k, v = qkv.view(b, s, self.num_heads, 3, -1).transpose(1, 2).unbind(3)  # [b, n, s, d]
-        y = self.attend(q, k, v)
-        x = x + self.attention["proj"](y.transpose(1, 2).reshape(b, s, -1))
-        return x + self.mlp["down"](F.gelu(self.mlp["up"](self.norm2(x)), approximate="tanh"))
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def initial_weights(model: ModelConfig, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (global name, megazero's initial value) of every parameter, whole."""
-    for specs in stage_units(declare(model), Layout(), 0).values():
-        for spec in specs:
-            block = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
-            yield spec.name, initial_values.draw(seed, spec, block, 0, block.numel).view(spec.shape)
-
-
-def draw_weights(module: nn.Module, model: ModelConfig, seed: int) -> None:
-    """megazero's initial values for parameters that bear its global names."""
-    parameters = dict(module.named_parameters())
-    for name, value in initial_weights(model, seed):
-        if name in parameters:
-            parameter = parameters.pop(name).data
-            parameter.copy_(value.view(parameter.shape))
-    assert not parameters, f"not initialised: {list(parameters)}"
-
-
-class PlainGPT(nn.Module):
-    """Parameters bear megazero's global names, and hold the same initial values. The token table is tied."""
-
-    def __init__(self, model: ModelConfig, seed: int) -> None:
-        super().__init__()
-        h = model.hidden_size
-        self.token_embedding = nn.Embedding(model.vocab_size, h)
-        self.position_embedding = nn.Embedding(model.seq_length, h)
-        self.blocks = nn.ModuleList(PlainBlock(model) for _ in range(model.num_layers))
-        self.head = nn.ModuleDict({"norm": nn.LayerNorm(h)})
-        draw_weights(self, model, seed)
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """ids, labels [b, s] -> mean cross-entropy, a scalar."""
-        x = self.token_embedding(ids) + self.position_embedding.weight[: ids.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits = F.linear(self.head["norm"](x), self.token_embedding.weight)  # [b, s, v]
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
-
-class PlainLlama(nn.Module):
-    """transformers' LlamaForCausalLM with torch's attention, and megazero's initial values."""
-
-    def __init__(self, model: ModelConfig, seed: int) -> None:
-        from transformers import LlamaForCausalLM
-
-        from megazero.huggingface.families import family_of
-
-        super().__init__()
-        family = family_of(model)
-        config = family.to_config(model, None)
-        config.use_cache = False
-        self.llama = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
-        self.blocks = self.llama.model.layers
-        self.llama.load_state_dict(family.split(dict(initial_weights(model, seed)), model))
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """ids, labels [b, s] -> mean cross-entropy, a scalar."""
-        logits = self.llama(ids).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
-
-class TorchtitanLlama(nn.Module):
-    """torchtitan's Llama 3 model with torch's causal attention, and megazero's initial values."""
-
-    def __init__(self, model: ModelConfig, seed: int) -> None:
-        from torchtitan.models.common.attention import ScaledDotProductAttention
-        from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
-        from torchtitan.models.llama3 import (
-            ComplexRoPE,
-            Embedding,
-            Linear,
-            Llama3Model,
-            Llama3StateDictAdapter,
-            Llama3TransformerBlock,
-            RMSNorm,
-        )
-
-        from megazero.huggingface.families import family_of
-
-        super().__init__()
-        h, v, zeros = model.hidden_size, model.vocab_size, {"weight": nn.init.zeros_}  # overwritten below
-        norm = RMSNorm.Config(normalized_shape=h, eps=model.norm_epsilon)
-        rotary = ComplexRoPE.Config(
-            dim=h // model.num_attention_heads, max_seq_len=model.seq_length, theta=model.rotary_base
-        )
-        attention = make_gqa_config(
-            dim=h,
-            n_heads=model.num_attention_heads,
-            n_kv_heads=model.query_groups,
-            wqkv_param_init=zeros,
-            wo_param_init=zeros,
-            inner_attention=ScaledDotProductAttention.Config(),
-            fuse_qkv=True,
-            rope=rotary,
-        )
-        mlp = make_ffn_config(dim=h, hidden_dim=model.ffn_size, w1_param_init=zeros, w2w3_param_init=zeros)
-        block = Llama3TransformerBlock.Config(attention_norm=norm, ffn_norm=norm, attention=attention, feed_forward=mlp)
-        config = Llama3Model.Config(
-            dim=h,
-            vocab_size=v,
-            tok_embeddings=Embedding.Config(num_embeddings=v, embedding_dim=h),
-            norm=norm,
-            lm_head=Linear.Config(in_features=h, out_features=v),
-            layers=[block] * model.num_layers,
-        )
-        self.llama = config.build()
-        self.blocks = self.llama.layers.values()
-        values = family_of(model).split(dict(initial_weights(model, seed)), model)
-        self.llama.load_state_dict(Llama3StateDictAdapter(config, None).from_hf(values))
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """ids, labels [b, s] -> mean cross-entropy, a scalar."""
-        return F.cross_entropy(self.llama(ids).flatten(0, 1).float(), labels.flatten())
-
-
-def plain_model(config: Config) -> Any:
-    """The model as the peers train it."""
-    made = PlainLlama if config.model.architecture == "llama" else PlainGPT
-    return made(config.model, config.training.seed)
 
 
 def _nothing() -> None:
@@ -309,8 +166,10 @@ def torchtitan(work: Work, device: torch.device) -> Training:
 
 
 def deepspeed(work: Work, device: torch.device, stage: int) -> Training:
-    """Torch's fused AdamW as client optimizer. Stage 3 releases a weight after its use: with DeepSpeed's own limits it
-    would keep a model this small gathered. Weights below its persistence threshold stay gathered, as is its default.
+    """Torch's fused AdamW as client optimizer; with offload, DeepSpeed's own for CPUs, which it compiles once.
+
+    Stage 3 releases a weight after its use: with DeepSpeed's own limits it would keep a model this small gathered.
+    Weights below its persistence threshold stay gathered, as is its default.
     """
     import deepspeed as ds
 
@@ -322,9 +181,17 @@ def deepspeed(work: Work, device: torch.device, stage: int) -> Training:
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
         zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    groups, settings = _groups(model, o), _adamw(o)
+    if work.offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        zero["offload_optimizer"] = {"device": "cpu"}
+        optimizer = DeepSpeedCPUAdam(groups, lr=o.lr, betas=settings["betas"], eps=o.adam_eps)
+    else:
+        optimizer = torch.optim.AdamW(groups, **settings)
     engine, *_ = ds.initialize(
         model=model,
-        optimizer=torch.optim.AdamW(_groups(model, o), **_adamw(o)),
+        optimizer=optimizer,
         config={
             "train_micro_batch_size_per_gpu": work.micro_batch_size,
             "gradient_clipping": o.clip_grad,

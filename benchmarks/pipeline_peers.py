@@ -25,7 +25,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from benchmarks import peers
-from benchmarks.peers import PlainBlock, Training, draw_weights
+from benchmarks.peer_models import PlainBlock, draw_weights
+from benchmarks.peers import Training
 from benchmarks.processes import Job, alive, isolate, quotients, shown, take_turns
 from megazero.config.schema import Config, ModelConfig
 from megazero.model.stage import declare

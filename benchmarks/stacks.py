@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from benchmarks.peers import PlainBlock, Training, draw_weights
+from benchmarks.peer_models import PlainBlock, draw_weights
+from benchmarks.peers import Training
 from benchmarks.peers import Work as GPTWork
 from megazero.comm.mesh.collectives import Axis
 from megazero.comm.mesh.mesh import Mesh

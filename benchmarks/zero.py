@@ -9,8 +9,9 @@ Settings of the peers: `peers.py`. Examples:
 
     python benchmarks/zero.py --rounds 20 --json zero.json
     python benchmarks/zero.py --architecture llama --stages 3
-    python3 -m venv deepspeed-venv && deepspeed-venv/bin/pip install torch==2.13.0 deepspeed==0.19.8
+    python3 -m venv deepspeed-venv && deepspeed-venv/bin/pip install torch==2.13.0 deepspeed==0.19.8 ninja
     python benchmarks/zero.py --deepspeed-python deepspeed-venv/bin/python
+    python benchmarks/zero.py --deepspeed-python deepspeed-venv/bin/python --stages 2 --offload
     python3 -m venv titan-venv && titan-venv/bin/pip install torch==2.13.0 torchtitan==0.3.0 triton transformers tyro
     python benchmarks/zero.py --architecture llama --stages 3 --torchtitan-python titan-venv/bin/python
     python3 -m venv trainer-venv && trainer-venv/bin/pip install -r requirements.txt accelerate==1.15.0
@@ -71,6 +72,10 @@ class Options:
     """First steps, whose losses are compared; they warm up too."""
     memory: bool = True
     """Measure memory; on a CPU in processes of their own, before the speed."""
+    offload: bool = False
+    """Optimizer states in host memory (stages 1 to 3): DeepSpeed and megazero alone."""
+    matmul_backend: Literal["auto", "torch"] = "auto"
+    """torch: megazero computes products as the peers do."""
     deepspeed_python: str = ""
     """Python of an environment with DeepSpeed. Empty: without it."""
     torchtitan_python: str = ""
@@ -96,12 +101,14 @@ class Options:
     def work(self) -> Work:
         precision = "bf16" if torch.cuda.is_available() else "fp32"
         shape = (self.layers, self.hidden, self.heads, self.seq_length, self.vocabulary, self.batch)
-        return Work(*shape, self.ranks, precision, self.architecture)
+        return Work(*shape, self.ranks, precision, self.architecture, self.offload, self.matmul_backend)
 
 
 def jobs(names: list[str], work: Work, options: Options, extra: dict[str, str]) -> list[Job]:
     env = extra if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu", **extra}
-    return [Job(name, work, "benchmarks.peers", options.python_of(name), env) for name in names]
+    pythons = {name: options.python_of(name) for name in names}
+    paths = {name: f"{Path(python).absolute().parent}:{os.environ['PATH']}" for name, python in pythons.items()}
+    return [Job(name, work, "benchmarks.peers", pythons[name], env | {"PATH": paths[name]}) for name in names]
 
 
 def measure_memory(names: list[str], work: Work, options: Options) -> dict[str, Any]:
@@ -144,8 +151,9 @@ def measure_starts(names: list[str], work: Work, options: Options) -> dict[str, 
 
 def choose(options: Options) -> dict[int, list[str]]:
     """stage -> systems, megazero last."""
+    compared = [name for name in SYSTEMS if not options.offload or name.startswith(("deepspeed", "megazero"))]
     return {
-        stage: [name for name, system in SYSTEMS.items() if system.stage == stage and options.python_of(name)]
+        stage: [name for name in compared if SYSTEMS[name].stage == stage and options.python_of(name)]
         for stage in options.stages
     }
 

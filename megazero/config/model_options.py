@@ -294,6 +294,11 @@ class TrainingConfig:
             return self.fused_kernels
         return "eager" if device_type == "cpu" or self.precision == "fp64" else "triton"
 
+    @property
+    def product_precision(self) -> Precision:
+        """Precision of matrix products in an update: fp16 has too few exponents."""
+        return "fp32" if self.precision == "fp16" else self.precision
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:

@@ -5,14 +5,16 @@ Memory, traffic, time, checkpoints and ZeRO read them here.
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 from typing import NamedTuple
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}  # of a number, by --precision or --grad-dtype
 BLOCK = 32  # neighbours in a row of a weight, whose int8 states share an exponent
+MOST_BLOCKS = 1 << 31  # of a weight with small states: random bits are numbered in 32 bits
 SMALL_BYTES = {"bf16": Fraction(2), "int8": 1 + Fraction(1, BLOCK)}
-TOGETHER = 1 << 20  # elements whose small states are wide at once, while they are updated
-ROUNDING_BYTES = 32  # per element: buffers in which numbers are rounded at random
+TOGETHER = 1 << 20  # elements that are updated at once, if an update needs buffers of their size
+ROUNDING_BYTES = {"bf16": 12, "int8": 33}  # per element: buffers in which numbers are rounded at random
 
 
 class State(NamedTuple):
@@ -33,17 +35,31 @@ class State(NamedTuple):
         return SMALL_BYTES[self.precision] if self.precision else Fraction(master)
 
 
+class WeightKind(NamedTuple):
+    """The properties of a weight that choose its update rule.
+
+    Attributes:
+        is_matrix: it is a matrix inside a block, or several, as its layer declares.
+        blocked: its rows are whole blocks of small states.
+    """
+
+    is_matrix: bool = False
+    blocked: bool = False
+
+
 class UpdateRule(NamedTuple):
     """The rule by which weights are updated, as far as it can be described without torch.
 
     Attributes:
         states: kept besides master weights by a run that trains.
         whole_matrices: each matrix is updated by one data-parallel rank: owned ranges begin and end between matrices.
+        copies: buffers that an update allocates, each as large as the weights.
     """
 
     name: str
     states: tuple[State, ...]
     whole_matrices: bool = False
+    copies: int = 0
 
     def small(self, precision: str) -> UpdateRule:
         """Return the rule with states of this precision."""
@@ -53,18 +69,23 @@ class UpdateRule(NamedTuple):
     def is_small(self) -> bool:
         return any(state.precision for state in self.states)
 
-    def scratch_bytes(self, numel: int, master: int, splits: bool) -> int:
-        """Return the bytes of buffers in which `numel` elements are updated, besides those of whole matrices.
+    def scratch_bytes(self, numel: int, master: int, splits: bool, working: int) -> int:
+        """Return the bytes of buffers in which `numel` elements are updated.
+
+        Numbers are made wide, updated, and then rounded; the buffers of both are not alive at once.
 
         Args:
             master: bytes of a master weight.
             splits: master weights are split.
+            working: bytes of the buffers of whole matrices.
         """
         together = numel if self.whole_matrices else min(numel, TOGETHER)
-        each = master * splits
+        wide, rounding = splits * master, splits * master
         if self.is_small:
-            each += master * len(self.states) + ROUNDING_BYTES
-        return each * together
+            wide += len(self.states) * master
+            rounding = max(ROUNDING_BYTES[s.precision] for s in self.states if s.precision) + master - 4
+        computing = working if self.whole_matrices else self.copies * master * together
+        return wide * together + max(computing, rounding * together)
 
     def state_bytes(self, master: int) -> Fraction:
         """Return the bytes of all states of an element, whose master weight has `master` bytes."""
@@ -81,7 +102,7 @@ class Optimizer(NamedTuple):
     Attributes:
         matrices: rule of the matrices inside blocks, as their layers declare them; experts are matrices of their own.
         others: rule of tables, head, norms, biases and routers.
-        moments: precision of the states of weights in whole blocks (`ParamSpec.blocked`); fp32: that of master weights.
+        moments: precision of the states of weights in whole blocks; fp32: that of master weights.
         master_weights: fp32, or split: the bf16 compute weights have their upper bits.
     """
 
@@ -94,12 +115,16 @@ class Optimizer(NamedTuple):
     def rules(self) -> tuple[UpdateRule, ...]:
         """Each rule once."""
         both = True, False
-        return tuple(dict.fromkeys(self.rule(is_matrix, blocked) for is_matrix in both for blocked in both))
+        return tuple(dict.fromkeys(self.rule(WeightKind(*kind)) for kind in itertools.product(both, both)))
 
-    def rule(self, is_matrix: bool, blocked: bool) -> UpdateRule:
-        """Return the rule of a weight: whether it is a matrix inside a block, and whether its rows are whole blocks."""
-        rule = self.matrices if is_matrix else self.others
-        return rule.small(self.moments) if blocked and self.moments != "fp32" else rule
+    def rule(self, kind: WeightKind) -> UpdateRule:
+        """Return the rule of a weight."""
+        rule = self.matrices if kind.is_matrix else self.others
+        return rule.small(self.moments) if kind.blocked and self.moments != "fp32" else rule
+
+    def saved(self, kind: WeightKind) -> tuple[str, ...]:
+        """Return the prefixes of a weight's name in a checkpoint: of its master weights, and of each state."""
+        return ("model", *(state.name for state in self.rule(kind).states))
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -122,6 +147,6 @@ class Optimizer(NamedTuple):
 
 
 ADAMW = UpdateRule("adamw", (State("exp_avg"), State("exp_avg_sq", positive=True)))
-LION = UpdateRule("lion", (State("direction"),))
+LION = UpdateRule("lion", (State("direction"),), copies=1)
 MUON = UpdateRule("muon", (State("momentum"),), whole_matrices=True)
 OPTIMIZERS = {"adamw": Optimizer(ADAMW, ADAMW), "lion": Optimizer(LION, LION), "muon": Optimizer(MUON, ADAMW)}

@@ -12,13 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.config.optimizers import BLOCK
+from megazero.config.optimizers import BLOCK, MOST_BLOCKS
 from megazero.kernels.hashing import FIRST_ROUND, GOLDEN, SECOND_ROUND, mix_, round_, scalars, signed
 from megazero.kernels.initial_values import seed_of
 from megazero.plan.layout.flat_layout import Range
 from megazero.plan.layout.parameters import LocalBlock, ParamSpec
-
-MOST_BLOCKS = 1 << 31  # of a weight
 
 
 class NoisePiece(NamedTuple):

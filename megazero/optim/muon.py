@@ -37,11 +37,6 @@ class OwnedMatrices(NamedTuple):
     numbers: tuple[int, ...]
     ranks: Axis | None
 
-    @property
-    def working(self) -> int:
-        """Elements of the buffers of an update."""
-        return self.matrices.working(self.ranks.size if self.ranks else 1)
-
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of each matrix, [.., columns], in a slice."""
         dims = self.numbers
@@ -76,8 +71,9 @@ def update(
     for several in owned:
         rate = params.lr * scale(c, several.matrices)
         for weight, direction in zip(several.views(master), several.views(gradient), strict=True):
-            step = orthogonal(direction.reshape(-1, direction.shape[-1]), several, c.muon_num_ns_steps, dtype)
-            weight.sub_(step.reshape(weight.shape), alpha=rate)
+            flat = direction.reshape(-1, direction.shape[-1])
+            # no name is left for the result, which would be alive during the next matrix
+            weight.sub_(orthogonal(flat, several, c.muon_num_ns_steps, dtype).reshape(weight.shape), alpha=rate)
 
 
 def scale(config: OptimizerConfig, matrices: Matrices) -> float:

@@ -19,6 +19,7 @@ they are rounded again, even if the block's least exponent is then lower: checkp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -167,7 +168,9 @@ class SplitMaster:
 
 def round_away(values: torch.Tensor, weights: torch.Tensor) -> None:
     """Round fp32 numbers to the nearest ones in bf16; away from 0 in the middle."""
-    weights.view(torch.int16).copy_(upper(values.view(torch.int32) + HALF))
+    # to the bits of a GPU's NaN, 0x7FFFFFFF, half a step cannot be added
+    values = values.nan_to_num(math.nan, math.inf, -math.inf)
+    weights.view(torch.int16).copy_(upper(values.view(torch.int32).add_(HALF)))
 
 
 def upper(x: torch.Tensor) -> torch.Tensor:

@@ -9,27 +9,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from typing import NamedTuple
 
-from megazero.config.optimizers import UpdateRule
 from megazero.config.schema import BYTES, Config
-from megazero.memory import BLOCKS, COPY_DEPTH, PAGE
+from megazero.memory import COPY_DEPTH
 from megazero.plan.layout.dealing import dealt_tokens
-from megazero.plan.layout.flat_layout import Matrices, Range, partition_numel, round_up
+from megazero.plan.layout.flat_layout import Matrices, Range, partition_numel
 from megazero.plan.layout.layers import LayerKind
 from megazero.plan.layout.parameters import unit_layout
 from megazero.plan.layout.topology import TRAFFIC, Layout, ring_bytes, unsent
 from megazero.plan.layout.zero_policy import (
-    DENSE,
     Buckets,
     ShardingGroup,
     group_of,
-    offload_fraction,
     persistent_gradients,
     plan_buckets,
-    sharding_groups,
 )
+from megazero.plan.optimizer_sizes import OptimizerSizes, OwnedSizes, States, block_sizes
 from megazero.plan.program.operations import (
     Backward,
     Fetch,
@@ -61,108 +57,6 @@ NUMBER = 8  # bytes of a number that ranks agree on: fp64
 ROUTER_SUMS = 4  # of a router, besides its experts' loads: entropy, dropped choices, two balance losses
 Sent = tuple[tuple[str, int], ...]  # (kind of traffic, bytes)
 PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # collective -> passes of its buffer around a ring
-
-
-class Rates(NamedTuple):
-    """Bytes per element.
-
-    Attributes:
-        state: of a master weight.
-        optimizer: of separate master weights and, if the run trains, of the optimizer's states.
-        host: of a unit with states in host memory: these, and a buffer for gradients and then for updated weights.
-        in_file: of a unit with states in a file: these, without the buffer.
-        update: read and written by the optimizer's update.
-    """
-
-    weights: int
-    gradients: int
-    state: int
-    optimizer: Fraction
-    host: Fraction
-    in_file: Fraction
-    update: Fraction
-
-    @classmethod
-    def of(cls, config: Config, rule: UpdateRule) -> Rates:
-        w, g = BYTES[config.training.precision], BYTES[config.training.grad_dtype]
-        state = max(4, w)
-        states = rule.state_bytes(state) if config.trains else Fraction(0)
-        masters = config.optimizer.rules.master_bytes(w, state)
-        on_host = state + states
-        return cls(w, g, state, masters + states, on_host + max(w, g), on_host, rule.update_bytes(state))
-
-    @classmethod
-    def least(cls, config: Config) -> Rates:
-        """Return the rates of the rule that keeps least."""
-        return min((cls.of(config, rule) for rule in config.optimizer.rules.rules), key=lambda rates: rates.optimizer)
-
-    def updated(self, clips: bool) -> Fraction:
-        """Return the bytes that a fused update moves: clipping also writes the gradient, narrower numbers are cast."""
-        casts = [each + self.state for each in (self.gradients, self.weights) if each != self.state]
-        return self.update + (self.state if clips else 0) + sum(casts)
-
-
-class Share(NamedTuple):
-    """A state of `each` bytes per element of a rank's units, sharded over `ranks` ranks; of `part` of the elements."""
-
-    each: int | Fraction
-    ranks: int = 1
-    part: float = 1.0
-
-    def of(self, numel: int) -> int:
-        """Return the bytes of units of `numel` elements, padding included."""
-        return int(self.each * (numel // self.ranks) * self.part)
-
-    def __str__(self) -> str:
-        each = f"{float(self.each):g} Psi"
-        each = f"{each} / {self.ranks}" if self.ranks > 1 else each
-        return each if self.part == 1 else f"{self.part:g} x {each}"
-
-
-class States(NamedTuple):
-    """Model states of a rank.
-
-    Attributes:
-        gradients: at the end of an iteration.
-        accumulated: gradients during the iteration, while micro-batches are added up.
-        host, nvme: the states in host memory or in files, at most.
-    """
-
-    parameters: Share
-    optimizer: Share
-    gradients: Share
-    accumulated: Share
-    host: Share
-    nvme: Share
-
-    @classmethod
-    def of(cls, config: Config, layout: Layout) -> States:
-        """Return the states of the dense units."""
-        return cls.by_group(config, layout)[DENSE]
-
-    @classmethod
-    def by_group(cls, config: Config, layout: Layout) -> dict[str, States]:
-        """Return the states of the units of each sharding group."""
-        return {name: cls.of_group(config, group) for name, group in sharding_groups(config, layout).items()}
-
-    @classmethod
-    def of_group(cls, config: Config, group: ShardingGroup) -> States:
-        """Return the states of a group's units; of the optimizer's rules, take the one that keeps least."""
-        rates, policy = Rates.least(config), group.policy
-        gradients, offloaded = rates.gradients if config.trains else 0, offload_fraction(config)
-        in_files = bool(config.optimizer.optimizer_nvme_offload)
-        return cls(
-            Share(rates.weights, group.shards if policy.parameters else 1),
-            Share(rates.optimizer, group.parts, 1 - offloaded),
-            Share(gradients, group.parts, 1 - offloaded),
-            Share(gradients, group.shards, 1 - offloaded) if policy.gradients else Share(gradients),
-            Share(0 if in_files else rates.host, group.parts, offloaded),
-            Share(rates.host if in_files else 0, group.parts, offloaded),
-        )
-
-    def at_rest(self, numel: int) -> dict[str, int]:
-        """Return the bytes on the device between steps, by kind, of units of `numel` elements; at least."""
-        return {"parameters": self.parameters.of(numel), "optimizer": self.optimizer.of(numel)}
 
 
 class Moved(NamedTuple):
@@ -246,6 +140,13 @@ def kept_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     return partition_numel(hidden_bytes(config, layout, cp_rank) // each, parts) * each
 
 
+def keys_bytes(config: Config, layout: Layout) -> int:
+    """Return the bytes of a micro-batch's keys and values on a rank, in a layer."""
+    model, training = config.model, config.training
+    tokens = training.micro_batch_size * dealt_tokens(config, layout)
+    return 2 * tokens * max(1, model.query_groups // layout.tp) * model.head_dim * BYTES[training.precision]
+
+
 def logits_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     """Return the bytes of a micro-batch's logits on a rank of the last stage, without the vocabulary's padding."""
     training, model = config.training, config.model
@@ -311,9 +212,9 @@ class StepSizes:
         """
         self.config, self.layout, self.spec = config, layout, spec
         self.layers, self.places = layers or {}, places
-        rules = config.optimizer.rules
-        self.by_rule = {rule: Rates.of(config, rule) for rule in rules.rules}
-        self.rates = self.by_rule[rules.others]
+        self.optimizer = OptimizerSizes(config)
+        self.rates = self.optimizer.others
+        self._owned: dict[str, OwnedSizes] = {}
         cp_rank = places["cp"] if places is not None else 0
         self.hidden, self.kept = hidden_bytes(config, layout, cp_rank), kept_bytes(config, layout, cp_rank)
         self.numel = {name: unit.numel for name, unit in spec.units.items()}
@@ -342,18 +243,6 @@ class StepSizes:
         """Return the range of a unit that this rank owns."""
         return None if self.places is None else self.spec.units[unit].owned[self.places[self.spec.group(unit).axis]]
 
-    def owned_by_rule(self, unit: str) -> dict[UpdateRule, int]:
-        """Return rule -> the elements of a unit whose optimizer states and reduced gradients this rank owns."""
-        rules, flat, owned = self.config.optimizer.rules, self.spec.units[unit].flat, self.range(unit)
-        parts = self.spec.group(unit).parts if owned is None else 1
-        owned = owned or Range(0, flat.numel)
-        if len(self.by_rule) == 1:
-            return {rules.others: owned.numel // parts}
-        found = dict.fromkeys(rules.rules, 0)
-        for kind, part in flat.by_rule(owned):
-            found[rules.rule(*kind)] += part.numel
-        return {rule: numel // parts for rule, numel in found.items()}
-
     def owned(self, unit: str) -> int:
         """Return the elements of a unit that this rank owns."""
         owned = self.range(unit)
@@ -370,20 +259,15 @@ class StepSizes:
     def owned_gradients(self, unit: str) -> int:
         return self.owned(unit) * self.rates.gradients
 
-    def cast_gradients(self, unit: str) -> int:
-        """Return the bytes of a unit's gradients that its update casts to the optimizer's precision."""
-        return self.rates.state * self.owned(unit) if self.rates.gradients < self.rates.state else 0
-
-    def in_file(self, unit: str) -> tuple[int, int]:
-        """Return the bytes of a unit's region in a file: of its gradients or weights, and of its states."""
-        buffer = self.owned(unit) * max(self.rates.gradients, self.rates.weights)
-        states = sum(int(self.by_rule[rule].in_file * n) for rule, n in self.owned_by_rule(unit).items())
-        return round_up(buffer, PAGE), round_up(states, PAGE)
-
-    def updated(self, unit: str) -> int:
-        """Return the bytes that the optimizer reads and writes to update a unit."""
-        clips = bool(self.config.optimizer.clip_grad)
-        return int(sum(self.by_rule[rule].updated(clips) * n for rule, n in self.owned_by_rule(unit).items()))
+    def optimized(self, unit: str) -> OwnedSizes:
+        """Return the sizes of the part of a unit that this rank updates."""
+        found = self._owned.get(unit)
+        if found is None:
+            flat, owned = self.spec.units[unit].flat, self.range(unit)
+            parts = self.spec.group(unit).parts if owned is None else 1
+            found = self.optimizer.owned(flat, owned or Range(0, flat.numel), self.ranks, parts)
+            self._owned[unit] = found
+        return found
 
     def at_rest(self) -> dict[str, int]:
         """Return the bytes held between steps, by kind."""
@@ -395,12 +279,11 @@ class StepSizes:
             on_host = self.spec.units[unit].on_host
             if on_host and self.spec.on_disk:
                 continue
-            for rule, n in self.owned_by_rule(unit).items():
-                rates = self.by_rule[rule]
-                found["host" if on_host else "optimizer"] += int(n * (rates.host if on_host else rates.optimizer))
+            mine = self.optimized(unit)
+            found["host" if on_host else "optimizer"] += mine.on_host if on_host else mine.on_device
         if self.spec.on_disk:
-            regions = [sum(self.in_file(unit)) for unit in self.numel if self.spec.units[unit].on_host]
-            found["nvme"], found["host"] = sum(regions), min(BLOCKS, len(regions)) * max(regions, default=0)
+            regions = [sum(self.optimized(unit).in_file) for unit in self.numel if self.spec.units[unit].on_host]
+            found["nvme"], found["host"] = sum(regions), sum(block_sizes(regions))
         return found
 
     def buffers_at_rest(self, arena_numel: int, needs_staging_buffer: bool) -> int:
@@ -455,11 +338,11 @@ class StepSizes:
             return agreement("tp", "pp", numbers=len(spec.groups)) + agreement(*axes)
         if isinstance(op, (StoreGradient, FetchGradient)):
             copied = _copied(self.owned_gradients(op.unit))
-            return (copied, _filed(self.in_file(op.unit)[0])) if spec.on_disk else (copied,)
+            return (copied, _filed(self.optimized(op.unit).in_file[0])) if spec.on_disk else (copied,)
         if isinstance(op, ReadStates):
-            return (_filed(sum(self.in_file(op.unit))),)
+            return (_filed(sum(self.optimized(op.unit).in_file)),)
         if isinstance(op, WriteStates):
-            return (_filed(self.in_file(op.unit)[1]),)
+            return (_filed(self.optimized(op.unit).in_file[1]),)
         if isinstance(op, FetchWeights):
             return (_copied(self.owned(op.unit) * self.rates.weights),)
         if isinstance(op, (Keep, Fetch)):
@@ -468,34 +351,14 @@ class StepSizes:
             return (Moved("tp", "all-gather", self.kept * self.layout.tp),)
         return (Moved("pp", "message", self.hidden),) if isinstance(op, Send) else ()
 
-    def matrices(self, unit: str) -> list[Matrices]:
-        """Return the matrices of a unit that this rank updates; of no rank in particular, those of all ranks."""
-        rules, flat = self.config.optimizer.rules, self.spec.units[unit].flat
-        return flat.matrices_in(self.range(unit) or Range(0, flat.numel)) if rules.matrices.whole_matrices else []
-
-    @property
-    def product_bytes(self) -> int:
-        """Bytes of a number in the products of an update."""
-        return 2 if self.config.training.precision == "bf16" else self.rates.state
-
-    def working(self, unit: str) -> int:
-        """Return the bytes of an update's buffers."""
-        found = [each.working(self.parts_of(each)) for each in self.matrices(unit)]
-        return max(found, default=0) * self.product_bytes
-
-    def scratch(self, unit: str) -> int:
-        """Return the bytes of the buffers in which an update has small states and split master weights wide."""
-        state, splits = self.rates.state, self.config.optimizer.rules.splits
-        return max(rule.scratch_bytes(n, state, splits) for rule, n in self.owned_by_rule(unit).items())
-
     def parts_of(self, matrices: Matrices) -> int:
         """Return the number of ranks that have parts of each."""
         return self.ranks[matrices.axis] if matrices.axis else 1
 
     def _moved_by_update(self, unit: str) -> Iterator[Moved]:
         """Yield the collectives of an update over the ranks that have parts of a matrix."""
-        steps, each = self.config.optimizer.muon_num_ns_steps, self.product_bytes
-        for matrices in self.matrices(unit):
+        steps, each = self.config.optimizer.muon_num_ns_steps, self.optimizer.product_bytes
+        for matrices in self.optimized(unit).matrices:
             if self.parts_of(matrices) == 1:
                 continue
             if matrices.sums_grams:

@@ -35,8 +35,7 @@ def pretended_shards(config: Config, layout: Layout, rank: int, dtype: torch.dty
     for part in rank_parts(config, layout, rank, declare):
         data = torch.empty(part.stop - part.start, device="meta", dtype=dtype)
         shard = LocalShard(part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data)
-        states = rules.rule(part.spec.matrices is not None, part.spec.blocked).states
-        found |= {f"{state}.{part.spec.name}": shard for state in ("model", *(each.name for each in states))}
+        found |= {f"{prefix}.{part.spec.name}": shard for prefix in rules.saved(part.spec.kind)}
     return found
 
 

@@ -28,6 +28,7 @@ from megazero.model.layers.context import DTYPES, Context, DeviceBatch, Residual
 from megazero.model.stage import Stage, block_numbers, declare
 from megazero.optim.step import StepParams
 from megazero.plan.layout.dealing import dealt_tokens
+from megazero.plan.optimizer_sizes import OptimizerSizes
 from megazero.plan.program.program import Program, program
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.schedule.schedules import EVALUATION
@@ -131,7 +132,9 @@ class Engine:
         return ZeroOptions(
             mesh,
             self.tracker,
+            OptimizerSizes(config),
             DTYPES[config.training.precision],
+            DTYPES[config.training.product_precision],
             DTYPES[config.training.grad_dtype],
             config.zero.reduce_bucket_size,
             config.zero.overlap_comm,
@@ -139,7 +142,6 @@ class Engine:
             config.micro_batches(mesh.layout.dp),
             config.parallel.sequence_parallel,
             config.trains,
-            config.optimizer.rules,
             config.zero.poison_buffers,
             config.training.seed,
             config.optimizer.optimizer_nvme_offload,

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 
 from megazero.comm.mesh.mesh import Mesh
-from megazero.config.optimizers import OPTIMIZERS, Optimizer, UpdateRule
+from megazero.config.optimizers import Optimizer
 from megazero.memory.tracker import MemoryTracker
 from megazero.model.layers.weight import Weight
 from megazero.optim.muon import OwnedMatrices
 from megazero.plan.layout.flat_layout import Range, equal_ranges
 from megazero.plan.layout.owned import overlap
 from megazero.plan.layout.parameters import LocalBlock, ParamSpec, unit_layout
+from megazero.plan.optimizer_sizes import OptimizerSizes, OwnedSizes
 from megazero.plan.program.rank_spec import RankSpec
 
 
@@ -26,7 +27,9 @@ class ZeroOptions:
 
     mesh: Mesh
     tracker: MemoryTracker
+    sizes: OptimizerSizes
     dtype: torch.dtype = torch.float32
+    product_dtype: torch.dtype = torch.float32  # of matrix products in an update
     grad_dtype: torch.dtype = torch.float32
     bucket_size: int = 40_000_000  # elements
     overlap: bool = True
@@ -34,10 +37,13 @@ class ZeroOptions:
     micro_batches: int = 1  # of a step
     sequence_parallel: bool = False
     trains: bool = True  # False: no gradients and no optimizer states
-    optimizer: Optimizer = OPTIMIZERS["adamw"]
     poison: bool = False  # fill memory that must not be read with NaN: --poison
     seed: int = 0
     states_folder: str = ""  # of files with the states of units that are on the host; empty: they are in host memory
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.sizes.rules
 
     @property
     def master_dtype(self) -> torch.dtype:
@@ -115,16 +121,9 @@ class FlatUnit:
         """The part of the owned range, at its start, that weight decay applies to."""
         return self.layout.decayed.within(self.owned)
 
-    def by_rule(self, optimizer: Optimizer) -> list[tuple[UpdateRule, Range]]:
-        """Divide the owned range into parts with the same rule. Every rule has a part, possibly empty."""
-        if len(optimizer.rules) == 1:
-            return [(optimizer.others, Range(0, self.owned.numel))]
-        parts: list[tuple[UpdateRule, Range]] = []
-        for kind, part in self.layout.by_rule(self.owned):
-            rule = optimizer.rule(*kind)
-            joins = bool(parts) and parts[-1][0] == rule
-            parts.append((rule, Range(parts.pop()[1].start if joins else part.start, part.stop)))
-        return parts + [(rule, Range(0, 0)) for rule in optimizer.rules if rule not in dict(parts)]
+    def sizes(self, options: ZeroOptions) -> OwnedSizes:
+        """Return the bytes of the owned range, at rest and in an update."""
+        return options.sizes.owned(self.layout, self.owned, self.mesh.layout.sizes)
 
     def matrices(self, part: Range) -> list[OwnedMatrices]:
         """Return the matrices in a part of the owned range, which has whole pieces of weights."""

@@ -23,10 +23,10 @@ class HostBuffer:
     def __init__(
         self, unit: FlatUnit, options: ZeroOptions, link: HostLink, memory: torch.Tensor | None = None
     ) -> None:
-        """memory: uint8 [buffer_bytes(unit) or more], tracked elsewhere; None: allocate it."""
+        """memory: uint8 [OwnedSizes.buffer or more], tracked elsewhere; None: allocate it."""
         self.link, numel = link, unit.owned.numel
         if memory is None:
-            num_bytes = buffer_bytes(unit, options)
+            num_bytes = unit.sizes(options).buffer
             memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=options.mesh.device.type != "cpu")
             self.allocation = options.tracker.allocate("host", num_bytes)
         dtypes = options.grad_dtype, options.dtype
@@ -57,7 +57,3 @@ class HostBuffer:
 
     def settle(self) -> None:
         """Wait until the memory may be overwritten. A unit's own memory has one use at a time."""
-
-
-def buffer_bytes(unit: FlatUnit, options: ZeroOptions) -> int:
-    return unit.owned.numel * max(options.grad_dtype.itemsize, options.dtype.itemsize)

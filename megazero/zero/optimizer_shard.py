@@ -79,8 +79,8 @@ class OptimizerShard:
         self.master: Kept = SplitMaster(weights) if splits else Wide(weights)
         if copies and not splits:
             self.master = Wide(self._new(len(weights), self.dtype))
-        self.parts = [self._part(rule, part) for rule, part in unit.by_rule(options.optimizer)]
-        self.product_dtype = weights.dtype if weights.dtype == torch.bfloat16 else self.dtype
+        self.parts = [self._part(rule, part) for rule, part in unit.layout.by_rule(unit.owned, options.optimizer)]
+        self.temporary = unit.sizes(options).temporary
         held = self.master.nbytes * copies + sum(state.nbytes for part in self.parts for state in part.states)
         if memory is None:
             self.allocation = options.tracker.allocate("optimizer" if host is None else "host", held)
@@ -113,13 +113,8 @@ class OptimizerShard:
             params: with tensors in the place of the states.
         """
         self.options.mesh.in_flight.check(f"the update of {self.unit.name}", writes=[self.weights])
-        values, wide = gradient.data, gradient.data.dtype == self.dtype
-        widened = 0 if wide else len(values) * self.dtype.itemsize
-        largest = max((found.working for part in self.parts for found in part.matrices), default=0)
-        scratch = max(map(self._scratch, self.options.optimizer.rules))
-        temporary = widened + largest * self.product_dtype.itemsize + scratch
-        allocation = self.options.tracker.allocate("buffers" if self.host is None else "host", temporary)
-        values = values.to(self.dtype)
+        allocation = self.options.tracker.allocate("buffers" if self.host is None else "host", self.temporary)
+        values = gradient.data.to(self.dtype)
         for part in self.parts:
             for piece in self._pieces(part):
                 self._update(params, part, piece, values[piece.slice()])
@@ -127,14 +122,10 @@ class OptimizerShard:
         allocation.end()
         gradient.allocation.end()
 
-    def _scratch(self, rule: UpdateRule) -> int:
-        numel = sum(part.owned.numel for part in self.parts if part.rule == rule)
-        return rule.scratch_bytes(numel, self.dtype.itemsize, self.options.optimizer.splits)
-
     def _pieces(self, part: RuledPart) -> list[Range]:
-        """Divide a part if its numbers have to be made wide."""
-        small = part.noise is not None or not isinstance(self.master, Wide)
-        return [part.owned] if part.rule.whole_matrices or not small else _cut(part.owned)
+        """Divide a part if its update needs buffers of its size."""
+        buffers = part.rule.copies or part.rule.is_small or not isinstance(self.master, Wide)
+        return [part.owned] if part.rule.whole_matrices or not buffers else _cut(part.owned)
 
     def _update(self, params: StepParams, part: RuledPart, piece: Range, gradient: torch.Tensor) -> None:
         """Update elements `piece` of the owned range."""
@@ -142,7 +133,7 @@ class OptimizerShard:
         master, states = self.master.read(at), tuple(state.read(within) for state in part.states)
         arguments = master, gradient, states, self.unit.decayed.within(piece).numel
         if part.rule.whole_matrices:
-            MATRIX_UPDATES[part.rule.name](params, *arguments, part.matrices, self.product_dtype)
+            MATRIX_UPDATES[part.rule.name](params, *arguments, part.matrices, self.options.product_dtype)
         else:
             UPDATES[part.rule.name](params, *arguments)
         if not isinstance(self.master, Wide):
@@ -174,7 +165,7 @@ class OptimizerShard:
         yield "master", self.master, part.owned, None
         if not self.options.trains:
             return
-        rule = self.options.optimizer.rule(part.spec.matrices is not None, part.spec.blocked)
+        rule = self.options.optimizer.rule(part.spec.kind)
         mine = (each for each in self.parts if each.rule == rule)
         ruled = next(each for each in mine if each.within(part.owned).numel == part.owned.numel)
         for state, numbers in zip(rule.states, ruled.states, strict=True):

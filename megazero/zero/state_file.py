@@ -21,12 +21,12 @@ import torch
 
 from megazero.comm.mesh.collectives import Pending
 from megazero.files import CALL_BYTES, explain
-from megazero.memory import BLOCKS, PAGE
+from megazero.memory import PAGE
 from megazero.memory.copies import DeviceCopy, HostLink
-from megazero.plan.layout.flat_layout import round_up
+from megazero.plan.optimizer_sizes import block_sizes
 from megazero.units import size
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
-from megazero.zero.host_buffer import HostBuffer, Norms, buffer_bytes
+from megazero.zero.host_buffer import HostBuffer, Norms
 
 NVME = "nvme"  # the kind of traffic
 FLAG = "--optimizer-nvme-offload"
@@ -150,7 +150,7 @@ class FileBuffer(HostBuffer):
     ) -> None:
         """at: the first byte of the region."""
         self.file, self.block, self.at = file, block, at
-        buffer, states = sections(unit, options)
+        buffer, states = unit.sizes(options).in_file
         self.allocation = options.tracker.allocate("nvme", buffer + states)
         super().__init__(unit, options, link, block.memory[:buffer])
         self.whole, self.buffer = block.memory[: buffer + states], block.memory[:buffer]
@@ -225,22 +225,14 @@ class FileBuffer(HostBuffer):
         return copy
 
 
-def sections(unit: FlatUnit, options: ZeroOptions) -> tuple[int, int]:
-    """Return the bytes of a unit's region: of its HostBuffer, and of its master weights and optimizer states."""
-    each, states = options.master_dtype.itemsize, 0
-    for rule, part in unit.by_rule(options.optimizer):
-        states += int(part.numel * (each + (rule.state_bytes(each) if options.trains else 0)))
-    return round_up(buffer_bytes(unit, options), PAGE), round_up(states, PAGE)
-
-
 def file_buffers(units: Sequence[FlatUnit], options: ZeroOptions, link: HostLink) -> dict[str, FileBuffer]:
     """Make the file and the blocks of a rank, and return the buffers of its units.
 
     units: in the order of their updates, in which they take turns.
     """
-    sizes = [sum(sections(unit, options)) for unit in units]
+    sizes = [sum(unit.sizes(options).in_file) for unit in units]
     file = StateFile(options.states_folder, sum(sizes), options.mesh.copied)
-    blocks = [Block(max(sizes), options) for _ in sizes[:BLOCKS]]
+    blocks = [Block(num_bytes, options) for num_bytes in block_sizes(sizes)]
     starts = itertools.accumulate(sizes, initial=0)
     found = zip(units, itertools.cycle(blocks), starts, strict=False)
     return {unit.name: FileBuffer(unit, options, link, file, block, at) for unit, block, at in found}

@@ -11,6 +11,7 @@ import pytest
 
 from megazero.config.optimizers import ADAMW
 from megazero.model.stage import declare
+from megazero.plan.optimizer_sizes import Rates
 from megazero.plan.program.operations import (
     FetchGradient,
     FetchWeights,
@@ -27,7 +28,6 @@ from megazero.plan.program.operations import (
 )
 from megazero.plan.program.program import Program, program
 from megazero.plan.program.rank_spec import RankSpec, rank_spec
-from megazero.plan.sizes import Rates
 from megazero.price.bytes.estimate import estimate
 from tests.helpers.chains import Curve, configured, make_corpus
 from tests.helpers.chains import train as train_chain

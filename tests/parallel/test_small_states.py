@@ -13,12 +13,15 @@ from megazero import checkpoint
 from megazero.checkpoint.streaming import TensorReader
 from megazero.comm.mesh.mesh import Mesh
 from megazero.optim.small import Wide
+from megazero.optim.step import StepParams
 from megazero.step.engine import Engine
 from megazero.zero import optimizer_shard
 from megazero.zero.optimizer_shard import OptimizerShard
+from megazero.zero.reduce_scatter import Buffer
 from tests.helpers import small
 from tests.parallel.cases import MODEL, Case, Outcome, micro_batches, new_engine, train, train_on
 from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, relative_error
+from tests.parallel.test_update_rules import NoAllocation
 
 # Rows of most matrices are whole blocks of 32; those of `odd` are not. A head's 32 columns, or 2 x 32 on a rank.
 WIDE = replace(MODEL, hidden_size=96, kv_channels=32, num_layers=2)
@@ -66,16 +69,35 @@ def test_every_layout_rounds_moments_alike(case: Case, ranks) -> None:
     check_bytes(case, outcomes)
 
 
+def update(rank: int, case: Case, number: int) -> torch.Tensor:
+    """Return the first moment of a block after one update, as if it was the run's update `number`."""
+    engine = new_engine(rank, case)
+    unit = engine.zero.units["blocks.0"]
+    gradient = torch.linspace(0.1, 1.0, unit.flat.owned.numel, dtype=engine.zero.options.grad_dtype)
+    params = StepParams(engine.config.optimizer, 1e-3, torch.tensor(1.0), None, number)
+    unit.optimizer.step(params, Buffer(gradient, NoAllocation()))  # type: ignore[arg-type]
+    return torch.cat([unit.optimizer.saved(part)["exp_avg"] for part in unit.flat.owned_parts() if part.spec.blocked])
+
+
+def test_every_update_has_its_own_bits(ranks) -> None:
+    """About half of the numbers are rounded differently; by the bits of one update, none."""
+    (second,), (again,), (third,) = (ranks(1).run(update, case_of("bf16"), number) for number in (2, 2, 3))
+    assert torch.equal(second, again) and (second != third).double().mean() > 0.2
+
+
 def train_in_pieces(rank: int, case: Case, numel: int) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_shard, "TOGETHER", numel)
         return train(rank, case)
 
 
-@pytest.mark.parametrize(("moments", "masters"), [("int8", "fp32"), ("fp32", "split"), ("bf16", "split")])
-def test_large_units_are_updated_piece_by_piece(moments: str, masters: str, ranks) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "moments", "masters"),
+    [("adamw", "int8", "fp32"), ("adamw", "fp32", "split"), ("adamw", "bf16", "split"), ("lion", "fp32", "fp32")],
+)
+def test_large_units_are_updated_piece_by_piece(optimizer: str, moments: str, masters: str, ranks) -> None:
     """The pieces change no result: numbers of one element do not depend on those of others, or of its block alone."""
-    case = case_of(moments, masters=masters, precision="bf16", dp=2, zero=2)
+    case = case_of(moments, optimizer=optimizer, masters=masters, precision="bf16", dp=2, zero=2)
     whole, pieces = ranks(2).run(train, case), ranks(2).run(train_in_pieces, case, 4096)
     assert [each.losses for each in whole] == [each.losses for each in pieces]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -9,12 +10,19 @@ import torch
 
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.optimizers import LION, OPTIMIZERS, State
+from megazero.memory.allocated import Allocated
+from megazero.optim.step import StepParams
 from megazero.optim.updates import MATRIX_UPDATES, UPDATES
-from megazero.plan.sizes import Rates
+from megazero.plan.optimizer_sizes import Rates
 from megazero.rehearse.saves import pretended_shards
 from megazero.step.engine import Engine
-from tests.parallel.cases import Case, Outcome, train, train_on
+from megazero.zero.reduce_scatter import Buffer
+from tests.parallel.cases import MODEL, Case, Outcome, train, train_on
+from tests.parallel.test_bytes import FEW_NUMBERS
 from tests.parallel.test_parity import check_bytes
+
+WIDE = replace(MODEL, num_layers=1, hidden_size=128, num_attention_heads=2, ffn_hidden_size=256)
+NARROW = replace(WIDE, ffn_hidden_size=64, kv_channels=16)  # the MLP's longer sides are whole on every rank
 
 
 class Learned(NamedTuple):
@@ -47,9 +55,51 @@ def test_lion_is_the_same_in_every_layout(ranks) -> None:
     check_bytes(one, [alone.outcome])
     check_bytes(three, [found.outcome for found in spread])
     config = one.config()
-    assert Rates.of(config, LION) == (8, 8, 8, 8, 24, 16, 5 * 8)
+    assert Rates.of(config, LION) == (8, 8, 8, 8, 16, 5 * 8) and Rates.of(config, LION).host == 24
     kinds = {name.split(".")[0] for name in pretended_shards(config, one.layout, 0, torch.float64)}
     assert kinds == {"model", "direction"}
+
+
+class NoAllocation:
+    def end(self) -> None:
+        pass
+
+
+def update_twice(rank: int, case: Case) -> list[tuple[int, int]]:
+    """Return (the estimate's bytes, the most that the second update has alive, beyond those before) of every unit."""
+    engine, found = Engine(case.config(), Mesh.build(case.layout, rank, torch.device("cpu"))), []
+    for unit in engine.zero.units.values():
+        params = StepParams(engine.config.optimizer, 1e-3, torch.tensor(1.0), None, number=1)
+        gradient = torch.ones(unit.flat.owned.numel, dtype=engine.zero.options.grad_dtype)
+        with Allocated(torch.device("cpu")) as alive:
+            unit.optimizer.step(params, Buffer(gradient.clone(), NoAllocation()))  # type: ignore[arg-type]
+            again = gradient.clone()
+            before = alive.now
+            alive.begin()
+            unit.optimizer.step(params, Buffer(again, NoAllocation()))  # type: ignore[arg-type]
+        found.append((unit.flat.sizes(engine.zero.options).temporary, alive.peak - before))
+    return found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(optimizer="lion", model=WIDE),
+        Case(optimizer="lion", model=WIDE, precision="bf16", grad_dtype="bf16", masters="split"),
+        Case(optimizer="muon", model=WIDE, precision="bf16"),
+        Case(tp=2, optimizer="muon", model=WIDE, precision="bf16"),
+        Case(tp=2, optimizer="muon", model=NARROW),
+        Case(optimizer="muon", model=WIDE, precision="fp64", grad_dtype="fp64", moments="int8"),
+        Case(model=WIDE, precision="bf16", moments="bf16", masters="split"),
+        Case(model=WIDE, moments="int8"),
+    ],
+    ids=str,
+)
+def test_an_update_allocates_as_many_bytes_as_estimated(case: Case, ranks) -> None:
+    for found in ranks(case.world).run(update_twice, case):
+        assert max(estimated for estimated, _ in found)
+        for estimated, counted in found:
+            assert 0.85 * estimated <= counted <= estimated + FEW_NUMBERS
 
 
 def test_states_have_bytes_by_their_precision() -> None:

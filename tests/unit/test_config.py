@@ -366,6 +366,12 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--adam-moments bf16 with --expert-tensor-parallel-size 4: it cuts the 6 blocks of 32 columns of "
         r"blocks\.0\.mlp\.experts\.down\.weight, .* of 1, 2, or",
     ),
+    (
+        {"adam_moments": "bf16", "hidden_size": 2**16, "ffn_hidden_size": 2**20, "num_attention_heads": 8},
+        1,
+        9,
+        r"--adam-moments bf16: blocks\.0\.mlp\.up\.weight has too many elements, 68,719,476,736; use",
+    ),
     ({"precision": "fp64", "fused_kernels": "triton"}, 1, 9, "--fused-kernels triton with --precision fp64: there are"),
     ({"optimizer": "muon", "optimizer_cpu_offload": True}, 1, 9, "--optimizer-cpu-offload with --optimizer muon: its"),
     (

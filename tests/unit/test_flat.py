@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from megazero.config.optimizers import ADAMW, MUON, OPTIMIZERS, WeightKind
 from megazero.plan.layout.flat_layout import (
     ALIGN,
     FlatParam,
@@ -161,16 +162,19 @@ def test_whole_ranges_cut_between_weights_near_equal_ranges() -> None:
 def test_matrices_are_cut_into_their_pieces() -> None:
     """Pieces are kept if their size is aligned. Matrices precede others with equal axes."""
     norm, router = FlatParam("norm", 100, False), FlatParam("router", 192, True)
-    up = FlatParam("up", 6 * 128, True, pieces=3, matrices=Matrices(1, 16, 16))
-    odd = FlatParam("odd", 4 * 100, True, pieces=4, matrices=Matrices(1, 5, 20))
+    up = FlatParam("up", 6 * 128, True, kind=WeightKind(True), pieces=3, matrices=Matrices(1, 16, 16))
+    odd = FlatParam("odd", 4 * 100, True, kind=WeightKind(True), pieces=4, matrices=Matrices(1, 5, 20))
     flat = flat_layout([norm, router, odd, up], 2)
     assert flat.windows == {"odd": (0, 400), "up": (448, 1216), "router": (1216, 1408), "norm": (1408, 1508)}
-    assert flat.matrices == [(0, 1216)]
+    assert flat.has_matrices and not flat_layout([norm, router], 2).has_matrices
     each, four = Matrices(1, 16, 16), Matrices(4, 5, 20)
     assert flat.pieces == [(0, four), (448, each), (704, each), (960, each), (1216, None), (1408, None)]
     assert all(isinstance(piece, FlatPiece) for piece in flat.pieces)
-    assert flat.by_rule(Range(704, 1472)) == [((True, False), (0, 512)), ((False, False), (512, 768))]
-    assert flat.by_rule(Range(1216, 1536)) == [((False, False), (0, 320))] and flat.by_rule(Range(9, 9)) == []
+    muon, none = OPTIMIZERS["muon"], (0, 0)
+    assert flat.by_rule(Range(704, 1472), muon) == [(MUON, (0, 512)), (ADAMW, (512, 768))]
+    assert flat.by_rule(Range(1216, 1536), muon) == [(ADAMW, (0, 320)), (MUON, none)]
+    assert flat.by_rule(Range(9, 9), muon) == [(MUON, none), (ADAMW, none)]
+    assert flat.by_rule(Range(704, 1472), OPTIMIZERS["adamw"]) == [(ADAMW, (0, 768))]
     assert [flat.cost(r) for r in (Range(0, 704), Range(704, 1536))] == [4 * 5 * 5 * 20 + 16**3, 2 * 16**3]
 
 

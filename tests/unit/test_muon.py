@@ -57,7 +57,7 @@ def in_fp64(x: torch.Tensor, coefficients: tuple[float, float, float], steps: in
 
 @pytest.mark.parametrize(("scale", "theirs"), [("moonlight", "match_rms_adamw"), ("keller", "original")])
 def test_weights_are_those_of_torchs_muon(scale: str, theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slice of five weights, which torch gets matrix by matrix; after 20 updates with clipping."""
+    """A slice of five weights, which torch gets matrix by matrix; after 20 updates with clipping. Four decay."""
     monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", in_fp64)
     config = replace(CONFIG, muon_scale=scale)  # type: ignore[arg-type]
     owned, at = [], 0
@@ -70,8 +70,14 @@ def test_weights_are_those_of_torchs_muon(scale: str, theirs: str, monkeypatch: 
     master, momentum = random(at), torch.zeros(at, dtype=torch.float64)
     parameters = [view.flatten(0, -2).clone().requires_grad_() for each in owned for view in each.views(master)]
     assert len(parameters) == 1 + 1 + 3 + 2 + 6
+    decayed = owned[-1].owned.start
     reference = torch.optim.Muon(
-        parameters, config.lr, config.weight_decay, config.muon_momentum, ns_steps=6, adjust_lr_fn=theirs
+        [{"params": parameters[:-6]}, {"params": parameters[-6:], "weight_decay": 0.0}],
+        config.lr,
+        config.weight_decay,
+        config.muon_momentum,
+        ns_steps=6,
+        adjust_lr_fn=theirs,
     )
     for step in range(STEPS):
         gradient, divisor = random(at, seed=step + 1), torch.tensor(1.0 + step % 3, dtype=torch.float64)
@@ -80,7 +86,7 @@ def test_weights_are_those_of_torchs_muon(scale: str, theirs: str, monkeypatch: 
             parameter.grad = view / divisor
         reference.step()
         params = StepParams(config, config.lr, torch.tensor(step + 1.0), divisor)
-        muon.update(params, master, gradient.clone(), (momentum,), at, owned, torch.float64)
+        muon.update(params, master, gradient.clone(), (momentum,), decayed, owned, torch.float64)
     found = [view.flatten(0, -2) for each in owned for view in each.views(master)]
     for ours, parameter in zip(found, parameters, strict=True):
         assert (ours - parameter).abs().max() < 1e-10

@@ -33,9 +33,10 @@ from megazero.plan.layout.layers import layer_costs, pass_costs
 from megazero.plan.layout.parameters import unit_layout
 from megazero.plan.layout.topology import TRAFFIC, Layout, ring_bytes
 from megazero.plan.layout.zero_policy import Buckets, ShardingGroup, ZeroPolicy, persistent_gradients, plan_buckets
+from megazero.plan.optimizer_sizes import Rates
 from megazero.plan.program.program import Program, program
 from megazero.plan.program.rank_spec import rank_spec
-from megazero.plan.sizes import NUMBER, Rates
+from megazero.plan.sizes import NUMBER
 from megazero.price.trace.trace import trace_block
 from megazero.step.engine import Engine
 from tests.parallel.cases import Case

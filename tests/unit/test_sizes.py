@@ -19,6 +19,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import DENSE
+from megazero.plan.optimizer_sizes import Share, States
 from megazero.plan.program.operations import (
     Backward,
     Forward,
@@ -35,7 +36,7 @@ from megazero.plan.program.operations import (
     Update,
 )
 from megazero.plan.program.rank_spec import rank_spec
-from megazero.plan.sizes import LayerSizes, Moved, Share, States, StepSizes, least_held
+from megazero.plan.sizes import LayerSizes, Moved, StepSizes, least_held
 from megazero.price.bytes.estimate import estimate, stage_bytes, stage_moments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,8 +152,8 @@ def test_a_stages_peak_is_of_one_instant() -> None:
 
 
 def test_bytes_are_derived_in_one_place() -> None:
-    """No module of price/ computes the bytes of a type or a ring, or the sharded states: `plan.sizes` does."""
-    for path in sorted((ROOT / "megazero/price").glob("*.py")):
+    """No module of price/ computes the bytes of a type or a ring, or the sharded states: `plan` does."""
+    for path in sorted((ROOT / "megazero/price").rglob("*.py")):
         imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         names = {alias.name for node in imports for alias in node.names}
         assert not names & {"BYTES", "ring_bytes", "partition_numel"} and ".for_stage(" not in path.read_text(), path

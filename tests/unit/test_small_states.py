@@ -98,6 +98,22 @@ def test_a_split_weight_is_its_master_to_the_bit() -> None:
     assert (weights[middle].float().abs() > master[middle].abs()).all()
 
 
+def test_a_split_weight_keeps_infinities_and_is_nan_if_its_master_is() -> None:
+    """Both signs of zeros, subnormal, largest and infinite numbers, and of NaN: quiet, signalling, and of GPUs."""
+    numbers = [0, 1, 0x7FFF, 0x8000, 0x007FFFFF, 0x00800000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000]
+    invalid = [0x7F800001, 0x7FBFFFFF, 0x7FC00000, 0x7FFF7FFF, 0x7FFF8000, 0x7FFFFFFF]
+    positive = torch.tensor(numbers + invalid, dtype=torch.int32)
+    bits, everything = torch.cat([positive, positive | -(1 << 31)]), slice(0, 2 * len(positive))
+    master, weights = bits.view(torch.float32), torch.zeros(len(bits), dtype=torch.bfloat16)
+    split = SplitMaster(weights)
+    split.write(everything, master.clone(), None)
+    found, wanted = split.read(everything), master.isnan()
+    assert wanted.sum() == 2 * len(invalid)
+    assert torch.equal(found.isnan(), wanted) and torch.equal(weights.isnan(), wanted)
+    assert torch.equal(found.view(torch.int32)[~wanted], bits[~wanted])
+    assert torch.equal(weights[~wanted].signbit(), master[~wanted].signbit())
+
+
 SPECS = [
     ParamSpec("dense", (12, 96), ((0, "tp"),), True),
     ParamSpec("row", (10, 384), ((1, "tp"),), True),

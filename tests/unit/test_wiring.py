@@ -20,7 +20,6 @@ import torch
 import pretrain_gpt
 from megazero.comm.launch.world import World
 from megazero.config.batch_sizes import BatchSizes
-from megazero.config.optimizers import OPTIMIZERS
 from megazero.huggingface.loading import open_weights
 from megazero.kernels.matmul import TORCH
 from megazero.kernels.table import EAGER
@@ -263,7 +262,9 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     "ZeroOptions": {
         "mesh": MESH,
         "tracker": As("Checkpoints.engine.tracker"),
+        "sizes": Kind("OptimizerSizes"),
         "dtype": torch.float64,
+        "product_dtype": torch.float64,
         "grad_dtype": torch.float64,
         "bucket_size": 1000,
         "overlap": False,
@@ -271,7 +272,6 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "micro_batches": 2,
         "sequence_parallel": False,
         "trains": True,
-        "optimizer": OPTIMIZERS["adamw"],
         "poison": True,
         "seed": 77,
         "states_folder": FOLDER,

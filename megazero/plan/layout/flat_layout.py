@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megazero.config.optimizers import Optimizer, UpdateRule, WeightKind
+
 ALIGN = 64  # elements
 
 
@@ -100,9 +102,9 @@ class FlatParam(NamedTuple):
     decays: bool  # weight decay applies
     sharded: frozenset[str] = frozenset()  # axes that shard it; it is replicated over all others
     summed: frozenset[str] = frozenset()  # axes that replicate it and sum its gradient
-    pieces: int = 0  # of matrices: equal parts, between which an optimizer of whole matrices may cut it; 0: no matrix
-    matrices: Matrices | None = None  # of each piece
-    blocked: bool = False  # rows are whole blocks of small states
+    kind: WeightKind = WeightKind()
+    pieces: int = 0  # equal parts, between which an optimizer of whole matrices may cut it
+    matrices: Matrices | None = None  # of each piece, if it trains
 
     @property
     def section(self) -> tuple[bool, list[str], list[str]]:
@@ -133,20 +135,23 @@ class FlatLayout:
     gaps: list[Range]
     sections: list[Section]
     decayed: Range
-    matrices: list[Range]  # gaps included
-    blocked: list[Range]  # rows are whole blocks of small states; gaps included
+    kinds: list[tuple[WeightKind, Range]]  # of weights, gaps included; they tile the buffer
     pieces: list[FlatPiece]
     numel: int
 
-    def by_rule(self, owned: Range) -> list[tuple[tuple[bool, bool], Range]]:
-        """Divide a range into parts with (whether they are matrices, whether blocked), each counted from its start."""
-        kinds = [
-            [r for r in (each.within(owned) for each in ranges) if r.numel] for ranges in (self.matrices, self.blocked)
-        ]
-        edges = sorted({0, owned.numel, *(at for inside in kinds for r in inside for at in r)})
-        parts = [Range(*each) for each in itertools.pairwise(edges)]
-        is_matrix, blocked = ([any(r.start <= p.start < r.stop for r in inside) for p in parts] for inside in kinds)
-        return list(zip(zip(is_matrix, blocked, strict=True), parts, strict=True))
+    @property
+    def has_matrices(self) -> bool:
+        return any(kind.is_matrix for kind, _ in self.kinds)
+
+    def by_rule(self, owned: Range, optimizer: Optimizer) -> list[tuple[UpdateRule, Range]]:
+        """Divide a range into parts with the same rule, counted from its start. Every rule has one, possibly empty."""
+        found: list[tuple[UpdateRule, Range]] = []
+        for kind, part in self.kinds:
+            rule, mine = optimizer.rule(kind), part.within(owned)
+            if mine.numel:
+                joins = bool(found) and found[-1][0] == rule
+                found.append((rule, Range(found.pop()[1].start if joins else mine.start, mine.stop)))
+        return found + [(rule, Range(0, 0)) for rule in optimizer.rules if rule not in dict(found)]
 
     def cost(self, owned: Range) -> int:
         """Return the cost of updating the matrices in a range, which begins and ends between pieces."""
@@ -226,15 +231,16 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     """Lay parameters out for `size` ranks that share the buffer."""
     params = list(params)
     windows: dict[str, Range] = {}
-    matrices: list[Range] = []
-    blocked: list[Range] = []
+    kinds: list[tuple[WeightKind, Range]] = []
     pieces: list[FlatPiece] = []
     gaps: list[Range] = []
     sections: list[Section] = []
     at = decayed = 0
     for decays in (True, False):
         half = sorted(
-            (p for p in params if p.decays == decays), key=lambda p: (p.section, not p.pieces), reverse=not decays
+            (p for p in params if p.decays == decays),
+            key=lambda p: (p.section, not p.kind.is_matrix),
+            reverse=not decays,
         )
         for (_, sharded, summed), equal in itertools.groupby(half, key=lambda p: p.section):
             start = at
@@ -243,14 +249,13 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
                 gaps.append(Range(at + p.numel, round_up(at + p.numel, ALIGN)))
                 pieces += _pieces(p, at)
                 at = gaps[-1].stop
-                matrices += [Range(windows[p.name].start, at)] if p.pieces else []
-                blocked += [Range(windows[p.name].start, at)] if p.blocked else []
+                kinds.append((p.kind, Range(windows[p.name].start, at)))
             sections.append(Section(Range(start, at), frozenset(sharded), frozenset(summed)))
         decayed = at if decays else decayed
     numel = round_up(at, ALIGN * size)
     gaps.append(Range(at, numel))
-    gaps, ruled = [gap for gap in gaps if gap.numel], (_joined(matrices), _joined(blocked))
-    return FlatLayout(windows, gaps, sections, Range(0, decayed), *ruled, pieces, numel)
+    kinds.append((WeightKind(), gaps[-1]))
+    return FlatLayout(windows, [gap for gap in gaps if gap.numel], sections, Range(0, decayed), kinds, pieces, numel)
 
 
 def _pieces(p: FlatParam, at: int) -> list[FlatPiece]:

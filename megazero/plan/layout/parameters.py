@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from megazero.config.optimizers import BLOCK
+from megazero.config.optimizers import BLOCK, WeightKind
 from megazero.plan.layout.flat_layout import FlatLayout, FlatParam, Matrices, flat_layout, round_up
 
 EXPERTS = ".experts"  # end of the name of a unit of experts; it begins with their layer's
@@ -65,13 +65,18 @@ class ParamSpec:
         return len(self.shape) > 1 and self.shape[-1] % BLOCK == 0
 
     @property
+    def kind(self) -> WeightKind:
+        """The properties that choose its update rule."""
+        return WeightKind(self.matrices is not None, self.blocked)
+
+    @property
     def leading(self) -> int:
         """The number of leading dims that number matrices. So the equal parts along these dims are whole matrices."""
         return len(list(itertools.takewhile(lambda dim: dim in (self.matrices or ()), range(len(self.shape)))))
 
     def flat(self, block: LocalBlock) -> FlatParam:
         """Return the properties that its place in a flat buffer depends on."""
-        param = FlatParam(self.name, block.stored_numel, self.decays, self.axes, self.summed, blocked=self.blocked)
+        param = FlatParam(self.name, block.stored_numel, self.decays, self.axes, self.summed, self.kind)
         if self.matrices is None:
             return param
         numbers, last = self.matrices, len(self.shape) - 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import math
 
 from megazero.config.flags import as_flag
 from megazero.config.limits import divisors, shorten
-from megazero.config.optimizers import BLOCK
+from megazero.config.optimizers import BLOCK, MOST_BLOCKS
 from megazero.config.schema import ActivationConfig, Config, ParallelConfig
 from megazero.config.validate import check_values
 from megazero.plan.layout.dealing import dealt_multiple
@@ -88,9 +89,12 @@ def check_layout(config: Config, world_size: int) -> Layout:
 
 
 def _check_blocks(config: Config, layout: Layout, declare: Declare) -> None:
-    """Refuse ranks that share a block of small moments."""
+    """Refuse weights with more blocks of small moments than are numbered, and ranks that share a block."""
     moments = f"--adam-moments {config.optimizer.adam_moments}"
     for spec in declare(config.model, layout.tp).params():
+        if spec.blocked and math.prod(spec.shape) >= MOST_BLOCKS * BLOCK:
+            numel = f"{math.prod(spec.shape):,}"
+            raise ValueError(f"{moments}: {spec.name} has too many elements, {numel}; use --adam-moments fp32")
         axis = dict(spec.sharded).get(len(spec.shape) - 1)
         if not spec.blocked or axis is None or spec.shape[-1] // layout.sizes[axis] % BLOCK == 0:
             continue

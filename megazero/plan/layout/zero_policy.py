@@ -91,7 +91,7 @@ class ShardingGroup:
         """
         if not self.policy.optimizer:
             return {name: (Range(0, flat.numel),) * self.shards for name, flat in flats.items()}
-        dealt = deal({name: flat for name, flat in flats.items() if flat.matrices and self.whole}, self.shards)
+        dealt = deal({name: flat for name, flat in flats.items() if flat.has_matrices and self.whole}, self.shards)
         return {name: dealt.get(name) or equal_ranges(flat.numel, self.shards) for name, flat in flats.items()}
 
     def summed(self, flat: FlatLayout, sequence_parallel: bool) -> list[Range]:

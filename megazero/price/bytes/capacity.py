@@ -22,7 +22,8 @@ from megazero.plan.layout.layers import num_parameters
 from megazero.plan.layout.resolve import check_block_runs, resolve
 from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import sharding_groups
-from megazero.plan.sizes import Rates, elements, hidden_bytes, least_held
+from megazero.plan.optimizer_sizes import saved_bytes
+from megazero.plan.sizes import elements, hidden_bytes, least_held
 from megazero.price.bytes.estimate import stage_bytes
 from megazero.units import size, things
 
@@ -79,10 +80,7 @@ def estimated(config: Config, layout: Layout, stage: int, device_type: str) -> N
 
 def checkpoint_bytes(config: Config) -> int:
     """Return the bytes of a checkpoint: master weights and optimizer states, in fp32 or fp64."""
-    rules, each = config.optimizer.rules, Rates.least(config).state
-    specs = declare(config.model).params()
-    numbers = ((math.prod(s.shape), rules.rule(s.matrices is not None, s.blocked)) for s in specs)
-    return sum(each * numel * (1 + len(rule.states)) for numel, rule in numbers)
+    return saved_bytes(config, ((spec, math.prod(spec.shape)) for spec in declare(config.model).params()))
 
 
 def memory_copies(config: Config, nodes: int) -> int:

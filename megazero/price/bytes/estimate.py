@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from megazero.config.flags import with_values
-from megazero.config.schema import BYTES, Config
+from megazero.config.schema import Config
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.model.stage import declare
 from megazero.plan.layout.owned import rank_parts
 from megazero.plan.layout.topology import KINDS_OF_TRAFFIC, Layout
+from megazero.plan.optimizer_sizes import saved_bytes
 from megazero.plan.program.operations import (
     Backward,
     BackwardWeights,
@@ -186,11 +187,8 @@ def staged_bytes(config: Config, layout: Layout, rank: int) -> int:
     """Return the bytes of the copies that a rank's checkpoints in memory are written from."""
     if not (config.checkpoint.memory_checkpoint_interval and config.trains):
         return 0
-    rules, found = config.optimizer.rules, 0
-    for part in rank_parts(config, layout, rank, declare):
-        states = rules.rule(part.spec.matrices is not None, part.spec.blocked).states
-        found += (part.stop - part.start) * (1 + len(states))
-    return found * max(4, BYTES[config.training.precision])
+    parts = rank_parts(config, layout, rank, declare)
+    return saved_bytes(config, ((part.spec, part.stop - part.start) for part in parts))
 
 
 class _Level:
@@ -404,8 +402,6 @@ class _Walk:
 
     def _update(self, op: Update) -> None:
         on_host = self.spec.units[op.unit].on_host
-        sizes = self.sizes
-        temporary = sizes.cast_gradients(op.unit) + sizes.working(op.unit) + sizes.scratch(op.unit)
-        self.tracker.allocate("host" if on_host else "buffers", temporary).end()
+        self.tracker.allocate("host" if on_host else "buffers", self.sizes.optimized(op.unit).temporary).end()
         if not on_host:
             self.allocations[op] = self.allocations.pop(("sharded", op.unit))

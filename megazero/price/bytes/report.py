@@ -12,9 +12,9 @@ from megazero.model.stage import declare
 from megazero.plan.layout.layers import active_parameters, layer_costs, num_parameters
 from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import sharding_groups
+from megazero.plan.optimizer_sizes import Rates, States
 from megazero.plan.schedule.schedules import SCHEDULES
 from megazero.plan.schedule.split import rank_costs
-from megazero.plan.sizes import Rates, States
 from megazero.price.bytes.estimate import StageBytes, stage_bytes
 from megazero.units import count
 

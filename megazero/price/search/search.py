@@ -21,12 +21,13 @@ from megazero.plan.layout.layers import End, Use, layer_costs
 from megazero.plan.layout.resolve import check_layout, resolve
 from megazero.plan.layout.topology import Layout, data_parallel_size
 from megazero.plan.layout.zero_policy import DENSE, EXPERT, offload_fraction, sharding_groups
+from megazero.plan.optimizer_sizes import Rates, States
 from megazero.plan.program.operations import Backward, Forward
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.schedule.schedules import SCHEDULES as ORDERS
 from megazero.plan.schedule.schedules import placement
 from megazero.plan.schedule.split import split_by_cost
-from megazero.plan.sizes import Rates, States, elements
+from megazero.plan.sizes import elements
 from megazero.price.plan import Plan, plan_if_it_fits
 from megazero.price.search.candidates import Candidate, Given, Sizes, candidates
 from megazero.price.time.costs import StepCosts

@@ -202,8 +202,8 @@ class StepCosts:
     def _matrices(self, unit: str) -> float:
         """Return the seconds of Newton-Schulz iterations on the busiest rank."""
         sizes, steps, total = self.sizes, self.config.optimizer.muon_num_ns_steps, 0.0
-        dtype = {2: "bf16", 4: "fp32", 8: "fp64"}[sizes.product_bytes]
-        for matrices in sizes.matrices(unit):
+        dtype = self.config.training.product_precision
+        for matrices in sizes.optimized(unit).matrices:
             shapes = matrices.products(sizes.parts_of(matrices))
             total += matrices.number * steps * sum(self.roofline.product(Product(1, *s), dtype) for s in shapes)
         return total / self.spec.group(unit).parts * self.spec.update_imbalance
@@ -212,8 +212,10 @@ class StepCosts:
         """Return the seconds of a fused update: two slices, with and without weight decay, and the casts."""
         rates = self.sizes.rates
         if self.spec.units[unit].on_host:
-            return self.sizes.updated(unit) / self.device.host_memory_bandwidth
+            return self.sizes.optimized(unit).updated / self.device.host_memory_bandwidth
         calls = 2 + (rates.gradients != rates.state) + (rates.weights != rates.state)
         host = calls * self.device["overhead.call"]
-        device = self.roofline.memory("adamw", self.sizes.updated(unit)) * self.roofline.slower + self._matrices(unit)
+        device = self.roofline.memory(
+            "adamw", self.sizes.optimized(unit).updated
+        ) * self.roofline.slower + self._matrices(unit)
         return device + host if self.device.kind == "cpu" else max(device, host)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from megazero.config.flags import with_values
-from megazero.config.schema import BYTES, Config
+from megazero.config.schema import Config
 from megazero.plan.layout.dealing import dealt_tokens
 from megazero.plan.layout.resolve import gathers_keys
 from megazero.plan.layout.topology import Layout
+from megazero.plan.sizes import keys_bytes
 from megazero.price.time.devices import Device
 from megazero.price.time.network import Network
 
@@ -37,8 +38,8 @@ def ring_hides(config: Config, layout: Layout, device: Device) -> bool:
     So a ring hides if T is at least e F / (B n / g), with FLOP/s F, bytes/s B and e bytes of an element.
     """
     model, training, tokens = config.model, config.training, dealt_tokens(config, layout)
-    heads, groups = (max(1, count // layout.tp) for count in (model.num_attention_heads, model.query_groups))
-    each = training.micro_batch_size * tokens * model.head_dim
+    heads = max(1, model.num_attention_heads // layout.tp)
+    flops = 2 * training.micro_batch_size * tokens**2 * heads * model.head_dim
     speed = device[f"compute.{training.precision}"] * device.attention(model.head_dim)
-    sent = Network(device, layout).collective("cp", "shift", 2 * each * groups * BYTES[training.precision])
-    return 2 * each * tokens * heads / speed >= sent
+    sent = Network(device, layout).collective("cp", "shift", keys_bytes(config, layout))
+    return flops / speed >= sent
