@@ -62,6 +62,7 @@ class Checkpoints:
         self.source_digest = source_digest(config.hf_config)
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
         self.in_memory_at: int | None = None  # iteration of the newest checkpoint in memory, perhaps in flight
+        self.loaded_from_memory: int | None = None  # iteration at which the run resumed from memory
         self.run_id = uuid.uuid4().hex  # a resume from the same folder replaces it by that of the run
         minutes = config.parallel.distributed_timeout_minutes
         self.saver = checkpoint.BackgroundSaver(minutes) if config.checkpoint.async_save else None
@@ -122,6 +123,11 @@ class Checkpoints:
             source_digest=self.source_digest,
         )
         return shards, state.to_json()
+
+    def copy_due(self, iteration: int) -> bool:
+        """Return whether to save in memory: at each interval, and after a load, because a lost node took copies."""
+        interval = self.config.checkpoint.memory_checkpoint_interval
+        return interval > 0 and (iteration % interval == 0 or iteration - 1 == self.loaded_from_memory)
 
     def save_in_memory(self, progress: Progress, wait: bool = False) -> None:
         """Begin a save into the memory of the nodes, unless the one before it is in flight, or the disk has this one.
@@ -273,7 +279,7 @@ class Checkpoints:
                 tried[found.iteration] = str(error)
                 faults.append(str(error))
                 continue
-            self.in_memory_at = found.iteration
+            self.in_memory_at = self.loaded_from_memory = found.iteration
             memory.settle(found, self.mesh.host_group)
             return path, progress
         if load is not None or faults:

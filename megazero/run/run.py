@@ -80,7 +80,7 @@ class TrainingRun:
                     check_replicas(trainer.engine, progress.iteration)
                 if trainer.due(config.checkpoint.save_interval):
                     self._save()
-                if trainer.due(config.checkpoint.memory_checkpoint_interval):
+                if self.checkpoints.copy_due(progress.iteration):
                     with trainer.pauses.of("memory_save"):
                         self.checkpoints.save_in_memory(progress)
                 if self.exports is not None and trainer.due(config.checkpoint.save_hf_interval):

@@ -95,7 +95,7 @@ def attempt(rank: int, config: Config, nodes: Sequence[str], until: int, file_li
             found.append((record["iteration"], record["loss"]))
             if run.trainer.due(options.save_interval):
                 run.checkpoints.save(run.trainer.progress)
-            if run.trainer.due(options.memory_checkpoint_interval):
+            if run.checkpoints.copy_due(run.trainer.progress.iteration):
                 run.checkpoints.save_in_memory(run.trainer.progress, wait=True)
         run.checkpoints.finish_save()
         run.trainer.train_batches.close()
@@ -212,6 +212,18 @@ def test_a_lost_node_is_replaced_by_an_empty_one(runs: Runs) -> None:
     assert rest.curve == wanted[4:]
     assert any(text.startswith("loaded iteration 4 from the memory of 2 nodes in ") for text in rest.said)
     assert any(text.endswith(" s (the disk has none)") for text in rest.said)
+
+
+def test_nodes_lost_one_after_the_other_cost_a_step_each(runs: Runs) -> None:
+    """Iterations 4 and, without node b, 5 are copied: c is lost next, long before 8, the interval's."""
+    wanted = runs.whole("alone", 6)
+    runs("dp3 zero3", 5, "abc", memory_checkpoint_interval=4)
+    runs.lose("b")
+    assert len(runs("dp2 zero1", 7, "ac", memory_checkpoint_interval=4).curve) == 3
+    runs.lose("c")
+    rest = runs("alone", 6, "a", memory_checkpoint_interval=4)
+    assert [iteration for iteration, _ in rest.curve] == [6], rest.said
+    assert deviation(rest.curve, wanted) < 1e-10
 
 
 def test_damage_is_repaired_from_the_other_copy(runs: Runs) -> None:
