@@ -31,7 +31,8 @@ from tests.helpers.elastic import ElasticRun
 from tests.helpers.programs import ROOT
 
 MODEL = "--mock-data --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 257 --seed 5"
-TRAINING = "--global-batch-size 12 --lr 1e-3 --log-interval 1 --precision fp64 --init-method-std 0.05"
+# At --lr 1e-3 AdamW blows up rounding after 2,100 iterations, in two undisturbed layouts too: to 5e-6, then 1e-3.
+TRAINING = "--global-batch-size 12 --lr 1e-4 --log-interval 1 --precision fp64 --init-method-std 0.05"
 NEVER = 10**6
 LIMIT = 1e-10  # largest relative difference of losses in fp64
 
