@@ -156,7 +156,7 @@ def started(cluster: SlurmCluster, job_id: int, log_dir: Path, lines: int = 4) -
 def test_a_job_near_its_limit_saves_is_requeued_and_ends_with_the_same_curve(cluster, tmp_path, model):
     """Signalled as before the time limit, over two nodes; equal to the uninterrupted run bit for bit."""
     flags = [*map(str, model), "--train-iters", "150", "--zero-stage", "2"]
-    where = ["--save", str(tmp_path / "saved"), "--load", str(tmp_path / "nothing"), "--log-dir", str(tmp_path / "run")]
+    where = ["--save", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "run")]
     program = {"PROGRAM": str(ROOT / "pretrain_gpt.py"), "OMP_NUM_THREADS": "1"}
     job_id = submit(cluster, tmp_path, ["--nodes=2", "--ntasks-per-node=1"], [*flags, *where], **program)
     started(cluster, job_id, tmp_path / "run")

@@ -145,7 +145,7 @@ def test_every_layout_has_the_same_biases(case: Case, alone: Found, ranks) -> No
         assert close(found.losses, alone.losses) and close(found.norms, alone.norms)
 
 
-@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, len(LAYOUTS)))])
 def test_a_run_resumes_in_another_layout(number: int, alone: Found, tmp_path: Path, ranks) -> None:
     first, second = LAYOUTS[number], LAYOUTS[(number + 1) % len(LAYOUTS)]
     ranks(first.world).run(train_and_save, first, tmp_path)

@@ -60,27 +60,32 @@ SAME = [
 ]
 
 
-SLOW = pytest.mark.slow  # the matrices have a share of 0.4
-SHARES = [(1.0, False), pytest.param(0.5, False, marks=SLOW), (1.0, True), pytest.param(0.7, True, marks=SLOW)]
-
-
-@pytest.mark.parametrize(("fraction", "disk"), SHARES)
+@pytest.mark.parametrize(
+    "shares",
+    [
+        pytest.param((1.0, 1.0), id="whole"),
+        pytest.param((0.5, 0.7), id="parts", marks=pytest.mark.slow),  # the matrices have a share of 0.4
+    ],
+)
 @pytest.mark.parametrize("case", SAME, ids=str)
-def test_it_is_the_same_run_to_the_bit(case: Case, fraction: float, disk: bool, ranks) -> None:
-    offloaded = case._replace(offload=fraction, disk=disk)
-    device, host = (ranks(case.world).run(train, each) for each in (case, offloaded))
-    for ours, theirs in zip(host, device, strict=True):
-        assert ours.losses == theirs.losses and ours.norms == theirs.norms
-        for here, there in zip(ours.memory, theirs.memory, strict=True):
-            assert here["optimizer"] < there["optimizer"] or not there["optimizer"]
-            assert here["host"] > there["host"]
-            assert here["gradients"] < there["gradients"]
-            if fraction == 1:
-                assert here["optimizer"] == here["gradients"] == 0
-        for here, there in zip(ours.sent, theirs.sent, strict=True):
-            assert here | {"pcie": 0, "nvme": 0} == there | {"pcie": 0} and here["pcie"] > there["pcie"]
-            assert (here["nvme"] > 0) is disk
-    check_bytes(offloaded, host)
+def test_it_is_the_same_run_to_the_bit(case: Case, shares: tuple[float, float], ranks) -> None:
+    """shares: what is in host memory, and what is in a file."""
+    device = ranks(case.world).run(train, case)
+    for fraction, disk in zip(shares, (False, True), strict=True):
+        offloaded = case._replace(offload=fraction, disk=disk)
+        host = ranks(case.world).run(train, offloaded)
+        for ours, theirs in zip(host, device, strict=True):
+            assert ours.losses == theirs.losses and ours.norms == theirs.norms
+            for here, there in zip(ours.memory, theirs.memory, strict=True):
+                assert here["optimizer"] < there["optimizer"] or not there["optimizer"]
+                assert here["host"] > there["host"]
+                assert here["gradients"] < there["gradients"]
+                if fraction == 1:
+                    assert here["optimizer"] == here["gradients"] == 0
+            for here, there in zip(ours.sent, theirs.sent, strict=True):
+                assert here | {"pcie": 0, "nvme": 0} == there | {"pcie": 0} and here["pcie"] > there["pcie"]
+                assert (here["nvme"] > 0) is disk
+        check_bytes(offloaded, host)
 
 
 ON_GPU = [
@@ -143,9 +148,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("first", ["device", "host", "file"])
-@pytest.mark.parametrize("second", PLACES)
-def test_a_run_resumes_in_another_place(first: str, second: str, ranks, tmp_path: Path) -> None:
+def test_a_run_resumes_in_another_place(ranks, tmp_path: Path) -> None:
     """The bits are the same. Saves in the background overlap with updates of the states that they write."""
     corpus = make_corpus(tmp_path)
 
@@ -159,9 +162,12 @@ def test_a_run_resumes_in_another_place(first: str, second: str, ranks, tmp_path
         return one
 
     whole = run(4, "device", save=str(tmp_path / "whole"))
-    begun = run(2, first, save=str(tmp_path / "begun"), async_save=True)
-    rest = run(4, second, save=str(tmp_path / "rest"), load=str(tmp_path / "begun"), async_save=True)
-    assert begun + rest == whole
+    for first in ("device", "host", "file"):
+        begun = str(tmp_path / first)
+        assert run(2, first, save=begun, async_save=True) == whole[:2], first
+        for second in PLACES:
+            rest = run(4, second, save=str(tmp_path / f"{first} {second}"), load=begun, async_save=True)
+            assert rest == whole[2:], (first, second)
 
 
 def planned(case: Case, pp: int = 0) -> tuple[RankSpec, Program]:

@@ -55,7 +55,7 @@ def runs(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.parametrize(
     ("first", "second"), [pytest.param(*p, marks=() if p in DEFAULT else pytest.mark.slow) for p in PAIRS]
 )
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp64"])
 def test_a_run_goes_on_in_another_layout(runs: Runs, precision: str, first: str, second: str) -> None:
     """Against the single process that never stopped."""
     whole, rest = runs(precision, END, "alone"), runs(precision, END, first, second)
