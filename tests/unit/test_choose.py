@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,11 @@ def asked(line: str = "") -> Command:
     return command
 
 
-def choose(line: str, world: int, device: Device = CPU) -> tuple[Chosen, Config]:
-    """Return a choice, and its configuration."""
+@functools.cache
+def choose(line: str, world: int, memory: int = 0) -> tuple[Chosen, Config]:
+    """Return a choice, and its configuration; memory: bytes of each rank, 0: the CPU's."""
     command = asked(line)
+    device = with_memory(memory) if memory else CPU
     found = choose_layout(command.config, command.given, world, 0, device)
     return found, found.apply(command.config)
 
@@ -94,14 +97,14 @@ def test_without_given_flags_the_fastest_of_all_layouts_is_chosen() -> None:
 
 def test_less_memory_chooses_a_slower_layout_that_fits() -> None:
     roomy, _ = choose("", 2)
-    found, config = choose("", 2, with_memory(roomy.peak - 1))
+    found, config = choose("", 2, roomy.peak - 1)
     assert found.peak < roomy.peak and found.seconds > roomy.seconds and found.free >= 0
     machine = Machine(range(2), "cpu", None, Available(2 * (roomy.peak - 1), "of host memory"))
     check_memory(*resolve(config, 2, 0, declare), 0, machine)
     with pytest.raises(ValueError, match=r"--layout auto: none of the \d+ layouts of 2 ranks fits .*; use more ranks"):
-        choose("", 2, with_memory(1000))
+        choose("", 2, 1000)
     with pytest.raises(ValueError, match=r"with --zero-stage 0: none .* drop some of these flags"):
-        choose("--zero-stage 0", 2, with_memory(1000))
+        choose("--zero-stage 0", 2, 1000)
 
 
 def test_a_preset_gives_no_layout_unless_it_asks_for_the_choice(tmp_path: Path) -> None:
