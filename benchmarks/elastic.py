@@ -109,7 +109,8 @@ def stress(options: Stress) -> None:
             codes = run.end()
             repeated, lost = check_repeats(run, 2 * options.interval)
             steps = check_curve(run, folder)
-    print(f"{kills} kills, {len(repeated)} restarts, {steps} steps, {sum(repeated)} repeated, exit codes {codes}")
+    print(f"{kills} kills, {len(repeated)} restarts, {steps} steps, exit codes {codes}")
+    print(f"{sum(repeated)} steps were repeated, {max(repeated)} of them at most after a restart")
     print(f"{lost} restarts found neither copy of some part in memory, and loaded an older checkpoint")
 
 

@@ -69,7 +69,7 @@ SAME = [
 )
 @pytest.mark.parametrize("case", SAME, ids=str)
 def test_it_is_the_same_run_to_the_bit(case: Case, shares: tuple[float, float], ranks) -> None:
-    """shares: what is in host memory, and what is in a file."""
+    """shares: of the states in host memory, in one run, and in a file, in another."""
     device = ranks(case.world).run(train, case)
     for fraction, disk in zip(shares, (False, True), strict=True):
         offloaded = case._replace(offload=fraction, disk=disk)
