@@ -29,17 +29,20 @@ class DeadRun(Exception):
 
 
 class Wish(enum.IntEnum):
-    """A rank's wish between two iterations. Ranks agree on the highest."""
+    """A rank's wish between two iterations. Ranks agree on the highest.
+
+    A planned end is higher than an interruption, after which a launcher may start the run again.
+    """
 
     CONTINUE = 0
     SAVE = 1  # and continue
-    STOP_DURATION = 2
-    STOP_FILE = 3
-    STOP_NODES = 4
-    STOP_JOB_END = 5
-    STOP_SIGTERM = 6
-    STOP_SIGUSR1 = 7
-    STOP_SIGINT = 8
+    STOP_NODES = 2
+    STOP_JOB_END = 3
+    STOP_SIGTERM = 4
+    STOP_SIGUSR1 = 5
+    STOP_SIGINT = 6
+    STOP_DURATION = 7
+    STOP_FILE = 8
 
     @property
     def stops(self) -> bool:
@@ -58,7 +61,7 @@ class Wish(enum.IntEnum):
 
     @property
     def exit_code(self) -> int:
-        return 0 if self <= Wish.STOP_FILE else SAVED_EARLY
+        return 0 if self >= Wish.STOP_DURATION else SAVED_EARLY
 
 
 class Signals:
@@ -129,12 +132,12 @@ class Clock:
 
     def wish(self, now: float) -> Wish:
         """Return the wish at the time `now`."""
+        if now >= self._until:
+            return Wish.STOP_DURATION
         if now >= self._end - self._margin:
             self._end = self._job_end() or float("inf")
             if now >= self._end - self._margin:
                 return Wish.STOP_JOB_END
-        if now >= self._until:
-            return Wish.STOP_DURATION
         save_due = self._save_seconds > 0 and now - self._saved >= self._save_seconds
         return Wish.SAVE if save_due else Wish.CONTINUE
 
@@ -166,7 +169,7 @@ class Wishes:
         """Withdraw the requests that the ranks' agreed wish fulfils, so that they are not obeyed twice."""
         if agreed == Wish.SAVE and self.clock is not None:
             self.clock.saved(time.time())
-        if agreed.stops and self.stop_file is not None:
+        if agreed == Wish.STOP_FILE and self.stop_file is not None:
             self.stop_file.unlink(missing_ok=True)
 
 
