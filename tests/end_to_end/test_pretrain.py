@@ -258,7 +258,7 @@ def test_a_file_system_that_fails_at_the_load_is_refused(
 def test_compile_without_a_compiler(model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # without kernels compiled before
-    done = pretrain(*model, "--train-iters", 1, "--compile")
+    done = pretrain_cold(*model, "--train-iters", 1, "--compile")  # torch reads CXX when it is imported
     assert done.returncode == 1
     assert "ValueError: --compile: torch cannot compile here" in done.stderr and "drop --compile" in done.stderr
 
