@@ -239,24 +239,25 @@ def admit(found: Meeting, words: Sequence[str]) -> bool:
 
 def connect(host: str, port: int) -> dist.TCPStore:
     """Return the store of a run that has not ended; the store of an ended one goes away within seconds."""
-    timeout, until, words = timedelta(seconds=ANSWER_SECONDS), time.monotonic() + ANSWER_SECONDS, None
-    try:
-        if port == 0:
-            return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        while time.monotonic() < until:
-            if _matches_machine_hostname(host):
-                start_store(host, port)
+    timeout, until = timedelta(seconds=ANSWER_SECONDS), time.monotonic() + ANSWER_SECONDS
+    if port == 0:
+        return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    ended, why = None, ""
+    while time.monotonic() < until:
+        if _matches_machine_hostname(host):
+            start_store(host, port)
+        try:
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-            words = last_words(store)
-            if words is None:
+            ended = last_words(store)
+            if ended is None:
                 return store
-            time.sleep(1)
-    except (dist.DistError, OSError) as error:
-        raise words or Ended(
-            f"no store answers at --rdzv-endpoint {host}:{port}: start launch.sh on {host} too, and check that this "
-            f"machine reaches that port ({str(error).splitlines()[0]})"
-        ) from None
-    raise words or AssertionError
+        except (dist.DistError, OSError) as error:  # it may have gone away just now
+            why = str(error).splitlines()[0]
+        time.sleep(1)
+    raise ended or Ended(
+        f"no store answers at --rdzv-endpoint {host}:{port}: start launch.sh on {host} too, and check that this "
+        f"machine reaches that port ({why})"
+    )
 
 
 def start_store(host: str, port: int) -> None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.end_to_end.cli import metrics, pretrain
 from tests.helpers.elastic import LOST_SECONDS, NEVER_LOST, ElasticRun
@@ -102,6 +103,23 @@ def test_another_command_starts_anew_once_all_nodes_have_left(tmp_path):
         time.sleep(LOST_SECONDS + 1)
         run.start("c")
         run.generation(0, "c")
+
+
+def test_a_store_that_goes_away_is_asked_again(monkeypatch):
+    """The store of an ended run, in the moment when it is asked whether the run has ended."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import elastic_agent
+
+    answer, gone = elastic_agent.last_words, [dist.DistNetworkError("gone")]
+    monkeypatch.setattr(elastic_agent, "last_words", lambda store: answer(store) if not gone else fail(gone.pop()))
+    monkeypatch.setattr(elastic_agent, "_matches_machine_hostname", lambda host: False)  # else it starts a store
+    new = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    elastic_agent.connect("127.0.0.1", new.port).set("key", "value")
+    assert new.get("key") == b"value"
+
+
+def fail(error: Exception) -> None:
+    raise error
 
 
 @pytest.mark.slow
