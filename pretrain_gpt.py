@@ -79,8 +79,11 @@ def run(command: Command, world: World) -> None:
         with Signals() as signals:
             launch.end_with_launcher(world)
             stop = pretrain(command, world, signals)
-        if stop is not None:
-            sys.exit(stop.exit_code)
+        code = stop.exit_code if stop is not None else 0
+        if world.size > 1:
+            launch.exit_now(code)
+        if code:
+            sys.exit(code)
     except ValueError as error:
         fail(world, f"ValueError: {error}")
     except (LossScaleExhausted, DeadRun, StatesLost) as error:
@@ -93,7 +96,7 @@ def run(command: Command, world: World) -> None:
         fail(world, f"this run {missing_package(error)}")
     except KeyboardInterrupt:
         log.error("interrupted; --load resumes from the last checkpoint in --save")
-        launch.abort(130)
+        launch.exit_now(130)
     except Exception as error:
         traceback.print_exc()
         fail(world, f"{type(error).__name__}: {error}{place_of(error)}")
@@ -403,7 +406,7 @@ def fail(world: World, message: str, report: bool = True) -> NoReturn:
     log.error(message)
     if report:
         failures.report_failure(world, message)
-    launch.abort(1)
+    launch.exit_now(1)
 
 
 def command() -> None:

@@ -166,7 +166,7 @@ def main(options: Options) -> None:
 def fail(message: str) -> NoReturn:
     """Report the failure and end this process at once, so that other ranks' waits for it fail."""
     log.error(message)
-    launch.abort(1)
+    launch.exit_now(1)
 
 
 if __name__ == "__main__":
@@ -176,10 +176,11 @@ if __name__ == "__main__":
         log_as(ranks.rank, ranks.size)
         launch.end_with_launcher(ranks)
         run(chosen, ranks)
+        launch.exit_now(0)
     except ValueError as error:
         fail(f"ValueError: {error}")
     except KeyboardInterrupt:
-        launch.abort(130)
+        launch.exit_now(130)
     except Exception as error:
         import traceback
 

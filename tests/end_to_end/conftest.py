@@ -51,7 +51,7 @@ def refusal(
 ) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """refusal(*flags): pretrain_gpt.py with `flags`, which end it, in this process."""
 
-    def abort(code: int) -> NoReturn:
+    def exit_now(code: int) -> NoReturn:
         sys.exit(code)
 
     def get(*flags: object) -> subprocess.CompletedProcess[str]:
@@ -62,6 +62,6 @@ def refusal(
         assert isinstance(end.value.code, int)
         return subprocess.CompletedProcess(argv, end.value.code, *capsys.readouterr())
 
-    monkeypatch.setattr(launch, "abort", abort)
+    monkeypatch.setattr(launch, "exit_now", exit_now)
     yield get
     log_as(0, 1)

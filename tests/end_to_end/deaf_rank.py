@@ -17,7 +17,7 @@ store = dist.distributed_c10d._get_default_store()
 if world.rank == int(sys.argv[1]):
     store.wait(["watching"])
     failures.report_failure(world, "ValueError: --data-path: a bad token")
-    launch.abort(3)
+    launch.exit_now(3)
 try:
     with failures.ending_with_peers(world, seconds=0.5, patience=0.1):
         store.set("watching", "")

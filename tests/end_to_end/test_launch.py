@@ -71,6 +71,20 @@ def test_a_refusal_is_the_last_line(tmp_path):
     )
 
 
+def test_ranks_that_are_done_skip_pythons_clean_up(tmp_path):
+    """There a rank can abort after its save; so a SLURM job ended with 143, and was not requeued."""
+    program = tmp_path / "planted.py"
+    program.write_text(
+        f"import atexit, os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport pretrain_gpt\n"
+        "atexit.register(os._exit, 9)\npretrain_gpt.main(sys.argv[1:])\n"
+    )
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --vocab-size 257 --mock-data"
+    flags = [*model.split(), "--global-batch-size", "2", "--train-iters", "1", "--save", "saved"]
+    done = launch("--nproc", "2", *flags, cwd=tmp_path, PROGRAM=str(program))
+    assert done.returncode == 0, done.stderr
+    assert "saved/iter_0000001" in done.stdout
+
+
 def test_on_a_terminal_rank_0_has_it(tmp_path):
     """So its progress bar is one; the other rank's output is in its file."""
     ours, theirs = pty.openpty()

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megazero.comm.launch.errors import PeerLost, ranks_text
-from megazero.comm.launch.launch import abort
+from megazero.comm.launch.launch import exit_now
 from megazero.comm.launch.meeting import within
 from megazero.comm.launch.world import World, agent_store, report_to_launcher
 from megazero.log import log
@@ -81,7 +81,7 @@ def ending_with_peers(
                 cause = "torchrun is gone" if agent_store() else "rank 0 is gone, and its store with it"
         if not done.wait(patience):
             log.error(_stopping(cause))
-            abort(1)
+            exit_now(1)
 
     threading.Thread(target=watch, name="failed peers", daemon=True).start()
     try:
@@ -109,7 +109,7 @@ def end_hung(world: World, place: str, hosts: Sequence[str], patience: float) ->
             log.error(f"the other ranks cannot be asked: {error}")
     if world.rank == min(places):
         log.error(f"HANG (--hang-timeout): {hang_text(places, world.size, hosts)}")
-    abort(HUNG)
+    exit_now(HUNG)
 
 
 def hang_text(places: Mapping[int, str], size: int, hosts: Sequence[str]) -> str:

@@ -107,7 +107,7 @@ def limit(world: World, seconds: float, action: str) -> Iterator[None]:
 
     def expire() -> None:
         log.error(f"{action} took more than {seconds:g} s; giving up")
-        abort(1)
+        exit_now(1)
 
     timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), expire)
     timer.daemon = True
@@ -199,10 +199,10 @@ def stop(world: World, timeout_minutes: float) -> None:
             dist.destroy_process_group()
 
 
-def abort(code: int) -> NoReturn:
-    """End this process at once after a failure, because other ranks may wait for it.
+def exit_now(code: int) -> NoReturn:
+    """End this process at once: after a failure, because other ranks may wait for it, or when all ranks are done.
 
-    Skips the backend's clean-up, which can hang or change the exit code.
+    Skips the clean-up of Python and of the backend, which can hang, or abort and so change the exit code.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -225,6 +225,6 @@ def end_with_launcher(world: World) -> None:
         if os.getppid() == parent:
             time.sleep(LOST_SECONDS)  # in which this rank may end by itself, with a message of its own
         log.error(agent.read(agent.LOST) or "its launcher was killed; ending")
-        abort(1)
+        exit_now(1)
 
     threading.Thread(target=watch, name="launcher's end", daemon=True).start()
