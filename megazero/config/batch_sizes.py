@@ -9,6 +9,11 @@ from megazero.config.limits import divisors
 PADDING = -1  # instead of a sample's number: tokens that fill up a micro-batch, and count as no target
 
 
+def data_parallel_size(world_size: int, pp: int = 1, tp: int = 1, cp: int = 1) -> int:
+    """Return dp, given that pp x cp x tp divides `world_size`. Experts divide ranks that are counted here already."""
+    return world_size // (pp * cp * tp)
+
+
 def micro_batches(samples: int, micro_batch_size: int, dp: int) -> int:
     """Return the micro-batches per data-parallel rank of a global batch of `samples`; the last may hold padding."""
     return -(-samples // (micro_batch_size * dp))

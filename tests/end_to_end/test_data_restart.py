@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.cli import ROOT
-from tests.unit.data_helpers import numbered_documents, unpack_corpus, write_corpus
+from tests.unit.data_helpers import kept_folder, numbered_documents, unpack_corpus, write_corpus
 
 # Small chunks, each committed: so that a kill meets all kinds of moments.
 DRIVER = """
@@ -161,9 +161,9 @@ builder.finalize(theirs + ".idx")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_megatron_core_reads_our_files_and_we_read_its(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """In an environment of its own, kept in pytest's cache, which sees this one's torch and numpy."""
+    """In an environment of its own, in `kept_folder`, which sees this one's torch and numpy."""
     package = "megatron-core==0.16.1"
-    folder = request.config.cache.mkdir("megatron-core-0.16.1")
+    folder = kept_folder(request, "megatron-core-0.16.1")
     python = folder / "bin" / "python"
     if not (folder / "installed").exists():
         venv.create(folder, with_pip=True)

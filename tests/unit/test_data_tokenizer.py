@@ -12,7 +12,7 @@ import pytest
 from data_tools import train_tokenizer
 from megazero.data.tokenizer import PROBE, Tokenizer, beside, load_tokenizer, pack
 from megazero.run.run_state import RunState, attached_tokenizer
-from tests.unit.data_helpers import download_gpt2
+from tests.unit.data_helpers import download_gpt2, kept_folder
 
 TEXT = "The quick brown fox, don't jump over 13 lazy dogs.\n\tNaïve café 日本語 🙂  end"
 # A tiktoken file of the 256 bytes, without merges.
@@ -21,7 +21,14 @@ BYTE_RANKS = b"".join(base64.b64encode(bytes([k])) + b" %d\n" % k for k in range
 
 @pytest.fixture(scope="module")
 def gpt2_files(request: pytest.FixtureRequest) -> Path:
-    return download_gpt2(request.config)
+    return download_gpt2(request)
+
+
+def test_files_of_other_packages_need_no_cache_of_pytest(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(request.config, "cache", raising=False)  # as under -p no:cacheprovider
+    assert not list(kept_folder(request, "empty").iterdir())
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
 import typing
@@ -31,6 +33,10 @@ from megazero.config.foreign.translate import DEEPSPEED_FLAGS, is_ours, refusals
 from megazero.config.foreign.values import choices, spell, translate_value
 from megazero.config.presets import read_preset
 from megazero.huggingface.families import MODELS
+from megazero.model.stage import declare
+from megazero.plan.layout.resolve import resolve
+from megazero.plan.layout.topology import AXES, Layout
+from tests.parallel.matrix import DIVISIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = [entry for table in FLAGS for entry in read_table(table)]
@@ -154,10 +160,36 @@ def test_a_foreign_command_line_is_ours(theirs: str, expected: str) -> None:
 
 
 def test_gradient_accumulation_is_a_global_batch() -> None:
-    """Steps x samples of a device x data-parallel ranks, which are all ranks over tensor x pipeline."""
+    """Steps x samples of a device x data-parallel ranks, which are all ranks over those that share a sample."""
     line = "--gradient_accumulation_steps 4 --per_device_train_batch_size 8 --tp 2"
     assert "--global-batch-size 512" in ours(line, ranks=32)
     assert "--global-batch-size 64" in ours(f"{line} --plan --world-size 4", ranks=32)
+    assert "--global-batch-size 32" in ours("--gradient_accumulation_steps 4 --micro-batch-size 2 --cp 2", ranks=8)
+
+
+def test_translations_count_data_parallel_ranks_as_the_layout_does() -> None:
+    """Over every pair of axes, experts divided or not: micro-batches, and samples as iterations, are those asked for.
+
+    A global batch is given by accumulation, or is the default: a micro-batch of each replica.
+    """
+    sizes = {"pp": "pipeline-model", "cp": "context", "tp": "tensor-model"}
+    assert {*sizes, "dp"} == set(AXES)
+    model = f"--num-layers 4 --vocab-size 128 --seq-length 64 {LLAMA} --num-experts 4"
+    theirs = "--per_device_train_batch_size 2 --train-samples 1920"
+    for pp, dp, cp, tp, (ep, etp) in itertools.product(*[(1, 2)] * 4, DIVISIONS.values()):
+        layout = Layout(pp, dp, tp, cp=cp)
+        if layout.stride("pp") % (ep * (etp or tp)):
+            continue
+        axes = " ".join(f"--{name}-parallel-size {getattr(layout, axis)}" for axis, name in sizes.items())
+        axes += f" --expert-model-parallel-size {ep} --expert-tensor-parallel-size {etp}"
+        axes += " --sequence-parallel" if tp > 1 else ""
+        count = functools.partial(int, layout.world_size)
+        for steps, accumulated in ((4, "--gradient_accumulation_steps 4"), (1, "")):
+            config = read(f"{theirs} {accumulated} {model} {axes}".split(), count).config
+            config, found = resolve(config, layout.world_size, 0, declare)
+            assert (found.dp, found.cp, found.ep) == (dp, cp, ep), axes
+            assert config.training.global_batch_size == steps * 2 * dp, axes
+            assert config.training.train_iters == 1920 // (steps * 2 * dp), axes
 
 
 def test_the_last_of_two_spellings_wins() -> None:

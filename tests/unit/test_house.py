@@ -101,10 +101,13 @@ RANKS = {"rank", "ranks", "stage", "coord"}
 
 
 def only_layout_multiplies_axes(sources: Sources) -> Iterator[str]:
-    """A product, quotient or remainder of two sizes of axes, or of a rank and one, counts ranks: Layout's work."""
+    """A product, quotient or remainder of two sizes of axes, or of a rank and one, counts ranks: Layout's work.
+
+    `config`, which cannot import it, has the quotient that derives dp.
+    """
     for module, tree in sources.items():
         for node in ast.walk(tree):
-            if module != "plan.layout.topology" and isinstance(node, (ast.BinOp, ast.Call)):
+            if module not in ("plan.layout.topology", "config.batch_sizes") and isinstance(node, (ast.BinOp, ast.Call)):
                 factors = list(_factors(node))
                 sizes = [name for name in factors if name in AXIS_SIZES]
                 if sizes and len(sizes) + sum(name in RANKS for name in factors) > 1:
@@ -117,6 +120,8 @@ def _factors(node: ast.AST) -> Iterator[str]:
         yield from (name for side in (node.left, node.right) for name in _factors(side))
     elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("divmod", "math.prod"):
         yield from (name for argument in node.args for name in _factors(argument))
+    elif isinstance(node, ast.Call):  # a size by the name of its flag
+        yield from ("tp" for word in node.args if isinstance(word, ast.Constant) and "parallel-size" in str(word.value))
     elif isinstance(node, (ast.List, ast.Tuple)):
         yield from (name for each in node.elts for name in _factors(each))
     elif isinstance(node, ast.UnaryOp):
@@ -200,6 +205,11 @@ FAULTS = [
     (only_layout_multiplies_axes, "zero.zero", "def f(coord, layout):\n    return coord.dp % layout.shard"),
     (only_layout_multiplies_axes, "zero.zero", "def f(mesh):\n    return 3 + mesh.dp.size * mesh.tp.size"),
     (only_layout_multiplies_axes, "zero.zero", "def f(world, tp):\n    return divmod(world.size, tp)"),
+    (
+        only_layout_multiplies_axes,
+        "zero.zero",
+        "def f(get):\n    return get('x-parallel-size') * get('y-parallel-size')",
+    ),
     (only_layout_multiplies_axes, "zero.zero", "def f(pp, dp, tp):\n    return math.prod([pp, dp, tp])"),
     (only_the_stage_names_layers, "zero.zero", "def f(name):\n    return name.startswith('blocks.')"),
     (only_the_stage_names_layers, "zero.zero", "from megazero.model.stage import HEAD"),

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from megazero.plan.layout.topology import AXES, SUB_AXES, Coord, Layout, data_parallel_size, ring_bytes
+from megazero.config.batch_sizes import data_parallel_size
+from megazero.plan.layout.topology import AXES, SUB_AXES, Coord, Layout, ring_bytes
 
 LAYOUTS = [Layout(*sizes, cp=cp) for *sizes, cp in itertools.product((1, 2, 3, 4), repeat=4)]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megazero.config.batch_sizes import data_parallel_size
 from megazero.config.flags import flags
 from megazero.config.limits import MOST_LAYERS
 
@@ -75,10 +76,12 @@ class ForeignFlag:
         return int(self.get(ours))
 
     def data_parallel(self) -> int:
-        """Data-parallel ranks of the run: all ranks, or --world-size of a plan, over tensor x pipeline."""
+        """Data-parallel ranks of the run, or of the --world-size of a plan."""
         ranks = self.get_whole("world-size") or self.count_ranks()
-        shares = self.get_whole("tensor-model-parallel-size") * self.get_whole("pipeline-model-parallel-size")
-        return max(1, ranks // max(1, shares))
+        sizes = [
+            max(1, self.get_whole(f"{axis}-parallel-size")) for axis in ("pipeline-model", "tensor-model", "context")
+        ]
+        return max(1, data_parallel_size(ranks, *sizes))
 
     def iterations(self, samples: float) -> float:
         """Convert a number of samples to iterations."""

@@ -249,11 +249,6 @@ class Layout:
         return f"pp {self.pp}{chunks}{split} x dp {self.dp}{context}{parts} x tp {self.tp}{experts}"
 
 
-def data_parallel_size(world_size: int, pp: int = 1, tp: int = 1, cp: int = 1) -> int:
-    """Return dp, given that pp x cp x tp divides `world_size`."""
-    return world_size // (pp * cp * tp)
-
-
 def disjoint(groups: Iterable[Ranks]) -> list[list[Ranks]]:
     """Divide groups into lists of disjoint groups; each group goes into the first list that it fits.
 

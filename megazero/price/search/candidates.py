@@ -8,13 +8,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from megazero.config.batch_sizes import micro_batches
+from megazero.config.batch_sizes import data_parallel_size, micro_batches
 from megazero.config.flags import with_values
 from megazero.config.limits import divisors
 from megazero.config.schema import Config, ModelConfig
 from megazero.config.validate import plans
 from megazero.config.validate_model import tensor_parallel_sizes
-from megazero.plan.layout.topology import Layout, data_parallel_size
+from megazero.plan.layout.topology import Layout
 from megazero.plan.schedule.schedules import SCHEDULES as ORDERS
 from megazero.price.time.devices import Device
 

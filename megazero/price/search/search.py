@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from megazero.config.batch_sizes import micro_batches
+from megazero.config.batch_sizes import data_parallel_size, micro_batches
 from megazero.config.flags import as_flag, with_values
 from megazero.config.schema import ActivationConfig, Config
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import End, Use, layer_costs
 from megazero.plan.layout.resolve import check_layout, resolve
-from megazero.plan.layout.topology import Layout, data_parallel_size
+from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import DENSE, EXPERT, offload_fraction, sharding_groups
 from megazero.plan.optimizer_sizes import Rates, States
 from megazero.plan.program.operations import Backward, Forward
