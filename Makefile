@@ -6,7 +6,7 @@ BIN := .venv/bin
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-check:  ## format, lint, imports, types of the pure folders, short unit tests: a minute on two cores
+check:  ## format, lint, imports, types of the pure folders, short unit tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
@@ -17,7 +17,7 @@ format:  ## rewrite all files in the house's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test:  ## the default suite, as CI runs it: less than five minutes on two cores
+test:  ## the default suite, as CI runs it
 	bash scripts/test.sh
 
 test-all:  ## and what is marked slow

@@ -1,25 +1,28 @@
-"""Plans next to runs that others published, and the range of MFU that GPU presets are expected to reach.
+"""Plans next to runs that others published, and the share of its plan that a run is expected to reach.
 
-A plan has our kernels. So each run is planned with the program that its authors ran, as far as that is known and
-counted: their recompute, their operators, the speed of their attention kernel, their cards.
+A plan has our kernels. So each run is planned twice: with the program that its authors ran, as far as that is known and
+counted (their recompute, their operators, the speed of their attention kernel, their cards), and as `--plan` does, with
+ours on the device file of such cards.
 """
 
 from __future__ import annotations
 
-import statistics
+import tomllib
 from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.paper_speed import executed
 from benchmarks.reports.blocks import markdown, percent
-from benchmarks.reports.published import TRAINED, TrainedRun
+from benchmarks.reports.published import EAGER, TRAINED, TrainedRun
 from benchmarks.reports.searches import NARAYANAN_CASES, Case
 from megazero.config.cli import parse
 from megazero.config.schema import Config
+from megazero.files import replace_file
 from megazero.model.stage import declare
 from megazero.plan.layout.topology import Layout
 from megazero.plan.program.operations import Forward, Gather, Recompute
 from megazero.plan.program.rank_spec import rank_spec
+from megazero.price.expected import PUBLISHED, reached
 from megazero.price.plan import Plan, make_plan, plan_config
 from megazero.price.time.costs import StepCosts
 from megazero.price.time.devices import Constant, Device, load_device
@@ -135,7 +138,12 @@ def left_out(config: Config, layout: Layout, device: Device) -> float:
 
 
 class Compared(NamedTuple):
-    """A published rate next to the planned one, per GPU."""
+    """A published rate next to the planned one, per GPU.
+
+    Attributes:
+        predicted: with the program that its authors ran.
+        ours: by `--plan`.
+    """
 
     run: str
     cards: str
@@ -145,56 +153,79 @@ class Compared(NamedTuple):
     predicted: float
     low: float
     high: float
+    ours: float
 
     @classmethod
     def of(
-        cls, run: str, cards: str, source: str, published: float, unit: str, predicted: float, times: Times
+        cls, run: str, cards: str, source: str, published: float, unit: str, predicted: float, times: Times, ours: float
     ) -> Compared:
         low, high = (predicted * times.expected / time for time in (times.slow, times.fast))
-        return cls(run, cards, source, published, unit, predicted, low, high)
+        return cls(run, cards, source, published, unit, predicted, low, high, ours)
+
+    @property
+    def reached(self) -> float:
+        """Share of the speed that `--plan` predicts."""
+        return self.published / self.ours
 
     def row(self) -> list[object]:
-        """Return a row of the table: the planned rate with the plan's range, and the error."""
+        """Return a row of the table: the planned rate, its range and error, the rate of `--plan` and the share."""
         numbers = [f"{self.published:.4g} {self.unit}", f"{self.predicted:.4g}", f"{self.low:.4g} to {self.high:.4g}"]
-        return [self.run, self.cards, self.source, *numbers, percent(self.predicted, self.published)]
+        errors = [percent(self.predicted, self.published), f"{self.ours:.4g}", f"{self.reached:.3f}"]
+        return [self.run, self.cards, self.source, *numbers, *errors]
+
+
+def rate(run: TrainedRun, plan: Plan, seconds: float) -> float:
+    """Return the planned rate of a GPU, in the unit of the published one, if a step takes `seconds`."""
+    if run.tflops:
+        return plan.tflops * plan.seconds / seconds
+    return plan.tokens / seconds / run.gpus / 1e3
 
 
 def compare(run: TrainedRun) -> Compared:
-    """Compare a run with its plan."""
+    """Compare a run with its plans."""
     plan, times = price(run)
-    if run.tflops:
-        unit, published, predicted = "TFLOP/s", run.tflops, plan.tflops * plan.seconds / times.expected
-    else:
-        unit, published = "k tokens/s", run.tokens / run.gpus / 1e3
-        predicted = plan.tokens / times.expected / run.gpus / 1e3
-    return Compared.of(run.name, f"{run.gpus} x {run.device}", run.source, published, unit, predicted, times)
+    unit, published = ("TFLOP/s", run.tflops) if run.tflops else ("k tokens/s", run.tokens / run.gpus / 1e3)
+    own = plan_of(
+        run.flags.replace(EAGER, ""), run.gpus, VARIANTS[run.device].base if run.device in VARIANTS else run.device
+    )
+    predicted, ours = rate(run, plan, times.expected), rate(run, own, own.seconds)
+    return Compared.of(run.name, f"{run.gpus} x {run.device}", run.source, published, unit, predicted, times, ours)
 
 
 def compare_case(case: Case) -> Compared:
     """Compare a run of Narayanan 2021, in TFLOP/s with recompute counted."""
-    plan = plan_of(f"{case.model} {case.layout} {DROPOUT}", case.gpus, case.device)
+    plan, own = (plan_of(f"{case.model} {case.layout} {more}", case.gpus, case.device) for more in (DROPOUT, ""))
     times = Times.of(plan).plus(left_out(plan.config, plan.layout, plan.device))
     predicted = executed(plan.config, plan.time.expected, case.gpus) * plan.seconds / times.expected
+    ours = executed(own.config, own.time.expected, case.gpus)
     name, source = case.name.split(", ")
     cards, unit = f"{case.gpus} x {case.device}", "TFLOP/s, with recompute"
-    return Compared.of(name, cards, source, case.tflops or 0.0, unit, predicted, times)
+    return Compared.of(name, cards, source, case.tflops or 0.0, unit, predicted, times, ours)
+
+
+def write_reached(found: list[Compared]) -> None:
+    """Write the shares that `megazero.price.expected` reads."""
+    rows = [f'"{each.run}, {each.cards}" = {each.reached:.3f}' for each in found]
+    head = "# Published speed over the speed that --plan predicts for the run with this engine's kernels.\n"
+    head += "# Written by `python -m benchmarks.reports.paper planned`; docs/results/plans.md has the sources.\n"
+    text = head + "\n".join(rows) + "\n"
+    assert len(tomllib.loads(text)) == len(found)
+    replace_file(PUBLISHED, text)
+    reached.cache_clear()
 
 
 def planned() -> dict[str, str]:
-    """Compare plans with published runs; print the expected MFU of presets on H100s.
-
-    A preset's range is between the outer deciles of published over planned speed on H100 and GH200.
-    """
+    """Compare plans with published runs, and print the expected MFU of presets on H100s."""
     found = [*map(compare, TRAINED), *map(compare_case, NARAYANAN_CASES)]
-    reached = [each.published / each.predicted for each in found if "h100" in each.cards or "gh200" in each.cards]
-    lower, *_, upper = statistics.quantiles(reached, n=10)
+    write_reached(found)
     expected = []
     for preset, gpus in PRESETS.items():
         plan = plan_of(f"--preset {preset}", gpus, "h100-80gb")
         low, high = (plan.mfu * plan.seconds / time for time in (plan.time.slow, plan.time.fast))
-        cells = [f"{plan.mfu:.0%}", f"{low:.0%} to {high:.0%}", f"{plan.mfu * lower:.0%} to {plan.mfu * upper:.0%}"]
+        median, least, most = reached().of(plan.mfu)
+        cells = [f"{plan.mfu:.0%}", f"{low:.0%} to {high:.0%}", f"{median:.0%} ({least:.0%} to {most:.0%})"]
         expected.append([f"`{preset}`", gpus, f"{plan.seconds:.3g}", *cells])
-    columns = ["run", "cards", "published by", "per GPU", "predicted", "range", "error"]
+    columns = ["run", "cards", "published by", "per GPU", "predicted", "range", "error", "`--plan`", "share"]
     presets = ["preset", "H100s", "s a step", "MFU of the plan", "range of the constants", "expected"]
     return {
         "planned": markdown(columns, [each.row() for each in found]),

@@ -15,6 +15,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.capacity import allowed, flags_that_fit, largest_preset, least
 from megazero.price.bytes.estimate import StageBytes, stage_bytes
+from megazero.price.expected import Reached, reached
 from megazero.price.goodput import Way, ways
 from megazero.price.time.devices import Device, load_device
 from megazero.price.time.exchange import choose_exchange
@@ -26,7 +27,6 @@ RECOMPUTE = ("none", "selective", "full")
 
 # part of a step -> ways to shorten it
 ADVICE = {
-    "compute": "faster devices, or more of them",
     "recompute": "--recompute selective, or none, if there is memory for it",
     "optimizer": "a higher --zero-stage, which updates less per device, or a larger --global-batch-size; on the host, "
     "a smaller --optimizer-offload-fraction",
@@ -88,9 +88,18 @@ class Plan(NamedTuple):
         return self.tflops * 1e12 / self.device[f"compute.{self.config.training.precision}"]
 
     @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
     def days(self) -> float:
         """Duration of --train-iters steps in days."""
         return self.config.training.train_iters * self.seconds / SECONDS_PER_DAY
+
+    @property
+    def reached(self) -> Reached | None:
+        """The share of these speeds to expect; None on CPUs, whose constants are measured, and if it does not fit."""
+        return reached() if self.device.kind == "cuda" and self.free >= 0 else None
 
 
 def plan_config(config: Config) -> tuple[Config, Layout, Device]:
@@ -144,10 +153,8 @@ def advice(plan: Plan) -> Iterator[str]:
         yield f"out of memory: a device of stage {plan.fullest} lacks {-plan.free / 1e9:.1f} GB; {_what_fits(plan)}"
         return
     worst = max((name for name in parts if name != "compute"), key=lambda name: parts[name])
-    share = parts[worst] / plan.seconds
-    if share < 0.1:
-        worst, share = "compute", parts["compute"] / plan.seconds
-    yield f"{worst} takes {share:.0%} of a step; to shorten it: {ADVICE[worst]}"
+    if parts[worst] >= 0.1 * plan.seconds:
+        yield f"{worst} takes {parts[worst] / plan.seconds:.0%} of a step; to shorten it: {ADVICE[worst]}"
     room = _with_less_recompute(plan)
     if room:
         yield room
@@ -230,7 +237,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "step_parts": time.expected.parts,
         "tflops_per_device": plan.tflops,
         "mfu": plan.mfu,
-        "tokens_per_second": plan.tokens / plan.seconds,
+        "tokens_per_second": plan.tokens_per_second,
         "days": plan.days,
+        "expected": _expected(plan),
         "failures": [way._asdict() for way in failure_ways(plan)],
+    }
+
+
+def _expected(plan: Plan) -> dict[str, float | tuple[float, float]] | None:
+    """Return the expected speed, with the range of published runs; the names are those of the plan's own values."""
+    if plan.reached is None:
+        return None
+    speeds = {"tflops_per_device": plan.tflops, "mfu": plan.mfu, "tokens_per_second": plan.tokens_per_second}
+    times = {"step_seconds": plan.seconds, "days": plan.days}
+    found = {name: plan.reached.of(value) for name, value in speeds.items()}
+    found |= {name: plan.reached.slowed(value) for name, value in times.items()}
+    return {name: value for name, (value, _, _) in found.items()} | {
+        f"{name}_range": (low, high) for name, (_, low, high) in found.items()
     }

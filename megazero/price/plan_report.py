@@ -16,6 +16,7 @@ from megazero.price import goodput
 from megazero.price.bytes.capacity import checkpoint_bytes, memory_copies
 from megazero.price.bytes.estimate import KINDS, stage_moments
 from megazero.price.bytes.report import expert_words, padding_warning, padding_words
+from megazero.price.expected import Reached
 from megazero.price.plan import SECONDS_PER_DAY, Plan, advice, as_json, failure_ways
 from megazero.units import duration, size
 
@@ -50,6 +51,8 @@ def show(plan: Plan, console: Console) -> None:
         f"{config.micro_batches(layout.dp)} micro-batches of {config.training.micro_batch_size}"
         f"{padding_words(config, layout)}"
     )
+    for line in expected_lines(plan):
+        console.print(line, highlight=False)
     if words := expert_words(config.model):
         console.print(f"experts: {words}", highlight=False)
     if warning := padding_warning(config, layout):
@@ -62,13 +65,12 @@ def show(plan: Plan, console: Console) -> None:
     console.print(table("GB sent per device and step", ("stage", *plan.stages[0].traffic), sent))
     if len(plan.stages) > MOST_ROWS:
         console.print(f"({len(plan.stages)} stages; the others are between these)")
-    busiest = plan.time.expected.rank
-    console.print(
-        table(f"seconds of a step on stage {busiest}, the busiest", ("part", "seconds", "share"), _parts(plan))
-    )
+    if plan.free >= 0:
+        title = f"seconds of a step on stage {plan.time.expected.rank}, the busiest"
+        console.print(table(title, ("part", "seconds", "share"), _parts(plan)))
     for line in summary(plan):
         console.print(line, highlight=False)
-    if config.plan.mtbf:
+    if config.plan.mtbf and plan.free >= 0:
         show_failures(plan, console)
 
 
@@ -118,21 +120,52 @@ def _parts(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "step", f"{plan.seconds:.4g}", ""
 
 
-def summary(plan: Plan) -> list[str]:
-    """Return the lines under the tables: speed, duration, memory and limits."""
-    time, training, device, seconds = plan.time, plan.config.training, plan.device, plan.seconds
-    steps, tokens = training.train_iters, plan.tokens * training.train_iters
-    lines = [
-        f"step: {seconds:.4g} s; {time.fast:.4g} to {time.slow:.4g} s with all constants of {device.name} at the fast "
-        "or the slow end of their range",
-        f"speed: {plan.tflops:.1f} TFLOP/s per device (recompute not counted), MFU {plan.mfu:.1%} "
-        f"({plan.mfu * seconds / time.slow:.1%} to {plan.mfu * seconds / time.fast:.1%}), "
-        f"{plan.tokens / seconds * SECONDS_PER_DAY / 1e9:.2f} B tokens a day",
+def expected_lines(plan: Plan) -> list[str]:
+    """Return the speed to expect, and the reason."""
+    if plan.reached is None:
+        return []
+    speed, *speeds = (f"{each:,.0f}" for each in plan.reached.of(plan.tokens_per_second / plan.layout.world_size))
+    mfu, *mfus = (f"{each:.1%}" for each in plan.reached.of(plan.mfu))
+    return [
+        f"expected: {speed} tokens/s per device ({' to '.join(speeds)}), MFU {mfu} ({' to '.join(mfus)}); "
+        "no GPU run has confirmed this",
+        reached_words(plan.reached),
     ]
-    if plan.free >= 0:
-        lines.append(f"--train-iters {steps}: {tokens / 1e9:.2f} B tokens, {plan.days:.1f} days")
+
+
+def reached_words(share: Reached) -> str:
+    """Report the shares of their plans that published runs reached."""
+    return (
+        f"{share.runs} published runs without experts reached {share.least:.0%} to {share.most:.0%} of their planned "
+        f"speed, {share.median:.0%} in the median"
+    )
+
+
+def _planned_lines(plan: Plan) -> list[str]:
+    """Return the planned times, with the range of the device's constants; none if the layout does not fit."""
+    time, training, device, seconds = plan.time, plan.config.training, plan.device, plan.seconds
+    steps, tokens, days = training.train_iters, plan.tokens * training.train_iters, f"{plan.days:.1f} days"
+    if plan.free < 0:
+        return []
+    if plan.reached:
+        expected, *ends = (f"{each:.1f}" for each in plan.reached.slowed(plan.days))
+        days = f"{expected} days expected ({' to '.join(ends)})"
+    lines = [
+        f"planned step: {seconds:.4g} s; {time.fast:.4g} to {time.slow:.4g} s with all constants of {device.name} at "
+        "the fast or the slow end of their range",
+        f"planned speed: {plan.tflops:.1f} TFLOP/s per device (recompute not counted), MFU {plan.mfu:.1%} "
+        f"({plan.mfu * seconds / time.slow:.1%} to {plan.mfu * seconds / time.fast:.1%}), "
+        f"{plan.tokens_per_second * SECONDS_PER_DAY / 1e9:.2f} B tokens a day",
+        f"--train-iters {steps}: {tokens / 1e9:.2f} B tokens, {days}",
+    ]
     if training.rampup_batch_size:
         lines.append("these are steps of the full --global-batch-size, which --rampup-batch-size reaches later")
+    return lines
+
+
+def summary(plan: Plan) -> list[str]:
+    """Return the lines under the tables: planned speed, duration, memory and limits."""
+    device, lines = plan.device, _planned_lines(plan)
     reserved, groups = device.reserved_bytes(plan.layout) / 1e9, plan.layout.communicators()
     nccl = f" ({groups} NCCL communicators)" if groups and device.kind == "cuda" else ""
     left = f"{plan.free / 1e9:.1f} GB free on the fullest device" if plan.free >= 0 else "DOES NOT FIT"

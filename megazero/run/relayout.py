@@ -1,4 +1,4 @@
-"""The layouts of an elastic run (--elastic MIN:MAX), chosen before they are needed. Pure, but for `read` and `write`.
+"""The layouts of an elastic run (--elastic MIN:MAX), chosen before they are needed.
 
 The first start of a run chooses a layout for every number of nodes, and keeps the table in its --save folder. A later
 start takes the row of the nodes that are left, without a search.

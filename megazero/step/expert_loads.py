@@ -118,7 +118,7 @@ class Routers:
             router.statistics.zero_()
 
     def summed(self, mesh: Mesh) -> torch.Tensor:
-        """Return all statistics, summed over the ranks that hold different tokens or layers: [L (E + 3)] fp64."""
+        """Return all statistics [L (E + ROUTER_SUMS)] fp64, summed over ranks that hold different tokens or layers."""
         width = self.model.num_experts + ROUTER_SUMS
         found = torch.zeros(len(self.model.expert_layers), width, dtype=torch.float64, device=mesh.device)
         for place, router in self.held.items():

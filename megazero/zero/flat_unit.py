@@ -37,7 +37,7 @@ class ZeroOptions:
     micro_batches: int = 1  # of a step
     sequence_parallel: bool = False
     trains: bool = True  # False: no gradients and no optimizer states
-    poison: bool = False  # fill memory that must not be read with NaN: --poison
+    poison: bool = False  # fill memory that must not be read with NaN: --poison-buffers
     seed: int = 0
     states_folder: str = ""  # of files with the states of units that are on the host; empty: they are in host memory
 

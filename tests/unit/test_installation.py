@@ -11,6 +11,7 @@ import pytest
 from megazero.config.foreign.table import FOLDER
 from megazero.config.presets import PRESETS
 from megazero.optional import EXTRAS, load_optional
+from megazero.price.expected import PUBLISHED
 from megazero.price.time.devices import DEVICES
 
 ROOT = Path(__file__).parents[2]
@@ -38,9 +39,10 @@ def test_console_commands_and_their_files_are_in_the_package() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     data = ((PRESETS, "megazero.config"), (FOLDER, "megazero.config.foreign"), (DEVICES, "megazero.price"))
     for folder, package in data:
-        (pattern,) = PROJECT["tool"]["setuptools"]["package-data"][package]
+        *beside, pattern = PROJECT["tool"]["setuptools"]["package-data"][package]
         packaged = {path.name for path in (ROOT / package.replace(".", "/")).glob(pattern)}
         assert packaged == {path.name for path in folder.glob("*.toml")} != set()
+        assert not beside or PUBLISHED in (ROOT / package.replace(".", "/")).glob(*beside)
 
 
 @pytest.mark.parametrize(

@@ -265,11 +265,19 @@ def test_a_plan_names_padding(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_long_step_is_extended_from_two_short_ones() -> None:
     """Bytes of 40 micro-batches, found from a few, are those of all 40. Seconds nearly: the first round of the
-    pipeline, which waits for updated weights, is not quite as the later ones.
+    pipeline, which waits for updated weights, is not quite as the later ones. With stages of unequal length, the waits
+    of the busiest one shrink over several rounds; none of its parts is negative.
     """
-    for extra in ("--pipeline-schedule 1f1b", "--pipeline-schedule interleaved --virtual-pipeline-stages 2"):
-        flags = f"{SMALL} --pipeline-model-parallel-size 3 --zero-stage 2 --global-batch-size 80 {extra}"
-        config, layout = resolve(parse(flags.split()), 6, 0, declare)
+    interleaved = "--pipeline-schedule interleaved --virtual-pipeline-stages 2"
+    large = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257"
+    table = [
+        (f"{SMALL} --zero-stage 2 --pipeline-schedule 1f1b", 3, 5e-3),
+        (f"{SMALL} --zero-stage 2 {interleaved}", 3, 5e-3),
+        (f"{large} --precision fp16 --zero-stage 1 {interleaved}", 4, 1e-2),
+    ]
+    for flags, num_stages, tolerance in table:
+        flags = f"{flags} --pipeline-model-parallel-size {num_stages} --global-batch-size 80"
+        config, layout = resolve(parse(flags.split()), 2 * num_stages, 0, declare)
         steps = StepPrograms(config, layout)
         assert len(steps.few.counts) == 2 and steps.few.wanted == 40
         device = load_device("a100-80gb")
@@ -278,9 +286,10 @@ def test_a_long_step_is_extended_from_two_short_ones() -> None:
         schedule = config.parallel.pipeline_schedule
         whole.programs = [[program(spec, schedule, 40) for spec in whole.specs]]
         short, long = step_parts(steps, device), step_parts(whole, device)
-        assert short.seconds == pytest.approx(long.seconds, rel=5e-3) and short.rank == long.rank
+        assert short.seconds == pytest.approx(long.seconds, rel=tolerance) and short.rank == long.rank
         assert sum(short.parts.values()) == pytest.approx(short.seconds)
-        for pp in range(3):
+        assert all(seconds > -1e-9 * short.seconds for seconds in short.parts.values()), flags
+        for pp in range(num_stages):
             found, wanted = stage_bytes(config, layout, pp, "cuda"), estimate(config, layout, pp * 2, False)
             assert (found.memory, found.traffic) == (wanted.memory, wanted.traffic)
     for stage in range(4):  # without a pipeline, gradients of several micro-batches add up
@@ -465,8 +474,11 @@ def test_a_search_finds_what_no_other_layout_beats(capsys: pytest.CaptureFixture
     asked = "--world-size 2 --device-type a100-80gb".split()
     config = parse([*given, "--plan-search", *asked])
     plans = run_search(config, [*given, "--plan-search", *asked], Console(width=200))
-    lines = [line for line in capsys.readouterr().out.splitlines() if "scripts/launch.sh --nproc 2" in line]
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if "scripts/launch.sh --nproc 2" in line]
     flags = lines[0].split("--nproc 2 ")[1].split()
+    assert "to train, add --data-path PREFIX --save DIR --log-dir DIR to one of" in printed
+    assert "no GPU run has confirmed these" in printed
     assert "--lr" in flags and "--plan-search" not in flags and "--world-size" not in flags
     again = make_plan(*plan_config(parse([*flags, "--plan", *asked])))
     assert again.seconds == plans[0].seconds and again.stages[0].peak == plans[0].stages[0].peak

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from benchmarks.reports.planned import Times, compare, device_of, left_out, plan_of, price
-from benchmarks.reports.published import TRAINED, TrainedRun
+from benchmarks.reports.published import EAGER, TRAINED, TrainedRun
 from megazero.config.cli import parse
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
@@ -25,6 +25,7 @@ def test_the_error_of_a_published_run_is_that_of_its_rate() -> None:
     tokens = 12 * 256 / plan.seconds
     run = TrainedRun("a run", "someone", "gh200", 4, f"{FLAGS} --global-batch-size 12", tokens=tokens / 2)
     low, high = (12 * 256 / seconds / 4e3 for seconds in (plan.time.slow, plan.time.fast))
+    base = plan_of(f"{FLAGS} --global-batch-size 12", 4, "h100-80gb")  # of the cards' device file, as --plan has it
     assert compare(run).row() == [
         "a run",
         "4 x gh200",
@@ -33,8 +34,12 @@ def test_the_error_of_a_published_run_is_that_of_its_rate() -> None:
         f"{tokens / 4e3:.4g}",
         f"{low:.4g} to {high:.4g}",
         "+100.0 %",
+        f"{12 * 256 / base.seconds / 4e3:.4g}",
+        f"{base.seconds / plan.seconds / 2:.3f}",
     ]
-    assert compare(run._replace(tokens=0.0, tflops=4 * plan.tflops)).row()[-1] == "-75.0 %"
+    assert compare(run._replace(flags=f"{run.flags} {EAGER}")).ours == compare(run).ours
+    faster = compare(run._replace(tokens=0.0, tflops=4 * plan.tflops))
+    assert faster.row()[6] == "-75.0 %" and faster.reached == pytest.approx(4 * plan.tflops / base.tflops)
 
 
 def test_a_published_program_has_its_recompute_its_loss_and_its_prefetch() -> None:

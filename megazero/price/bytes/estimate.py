@@ -95,7 +95,7 @@ class Few(NamedTuple):
     """Steps of `counts` micro-batches are simulated, and a step of `wanted` is extrapolated from them.
 
     Under the schedules of STEADY, every further micro-batch sends the same bytes, adds no memory and takes the same
-    time, up to half a percent of a step. So two counts are enough. If `wanted` is small, the only count is `wanted`.
+    time, up to one percent of a step. So two counts are enough. If `wanted` is small, the only count is `wanted`.
     """
 
     wanted: int

@@ -9,7 +9,7 @@ from megazero.config.flags import LAYOUT_FLAGS, as_flag, value_of
 from megazero.config.schema import Config
 from megazero.plan.layout.topology import Layout
 from megazero.price.plan import Plan, vocabulary
-from megazero.price.plan_report import table
+from megazero.price.plan_report import reached_words, table
 from megazero.price.search.search import Search
 from megazero.price.time.devices import Device, load_device
 
@@ -45,6 +45,10 @@ def run_search(config: Config, argv: list[str], console: Console) -> list[Plan]:
         for cells, more in zip([columns, *rows], divided, strict=True):
             cells[at:at] = map(str, more)
     console.print(table("", columns, rows))
+    if plans[0].reached:
+        console.print(f"{reached_words(plans[0].reached)}; no GPU run has confirmed these", highlight=False)
+    if missing := _to_add(config):
+        console.print(f"to train, add {missing} to one of these lines:", highlight=False)
     for plan in plans[:PRINTED]:
         console.print(command(plan, config, argv), soft_wrap=True, highlight=False, markup=False)
     return plans
@@ -66,6 +70,14 @@ def _row(plan: Plan) -> list[str]:
         f"{parts['dp'] / plan.seconds:.1%}",
     )
     return list(map(str, cells))
+
+
+def _to_add(config: Config) -> str:
+    """Return the flags of data and folders that a run of this command line needs, or loses its results without."""
+    wanted = {"data-path": "PREFIX", "save": "DIR", "log-dir": "DIR"}
+    if config.data.mock_data:
+        del wanted["data-path"]
+    return " ".join(f"--{name} {value}" for name, value in wanted.items() if not value_of(config, name))
 
 
 def command(plan: Plan, given: Config, argv: list[str]) -> str:

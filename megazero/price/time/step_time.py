@@ -57,10 +57,15 @@ def step_parts(steps: StepPrograms, device: Device) -> Parts:
     network = Network(device, steps.layout)
     costs = [StepCosts(steps.config, steps.layout, spec, device, network) for spec in steps.specs]
     found = [_simulate([[*p.update, *p.gradients] for p in programs], costs) for programs in steps.programs]
-    rank = found[-1].rank
-    if found[0].rank != rank:  # a tie
-        found[0] = found[0]._replace(rank=rank)
-    return Parts(*steps.few.extend(found))
+    last = found[-1]
+    if found[0].rank != last.rank:  # a tie
+        found[0] = found[0]._replace(rank=last.rank)
+    extended = Parts(*steps.few.extend(found))
+    # Waits of the first rounds of a pipeline shrink from round to round until they stay: the line through two counts
+    # would continue the decrease, below zero for the bubble of a long step.
+    parts = {name: max(seconds, last.parts[name]) for name, seconds in extended.parts.items()}
+    seconds = extended.seconds + sum(parts[name] - extended.parts[name] for name in parts)
+    return extended._replace(parts=parts, seconds=seconds)
 
 
 def _simulate(programs: list[Ops], costs: list[StepCosts]) -> Parts:

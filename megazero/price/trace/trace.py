@@ -107,7 +107,7 @@ class Kind(NamedTuple):
     kernels: str = "eager"
     cp: int = 1
     tokens: int = 0  # of a sample on this rank; 0: all
-    multiple: int = 1  # see `plan.sizes.dealt_multiple`
+    multiple: int = 1  # see `plan.layout.dealing.dealt_multiple`
     ring: bool = False
     ep: int = 1
     expert_tp: int = 0
