@@ -14,6 +14,7 @@ from typing import Any
 
 # Bytes that one system call reads or writes; the system takes at most 2 GiB.
 CALL_BYTES = 1 << 30
+MAX_SMALL_BYTES = 64 << 20
 
 
 def _fastest_crc32() -> Callable[..., int]:
@@ -52,13 +53,19 @@ def read_regular(path: str | os.PathLike[str], limit: int | None = None) -> byte
         return file.read()
 
 
+def read_small(path: str | os.PathLike[str]) -> bytes:
+    """Read a file of settings or a description: a regular one of at most MAX_SMALL_BYTES; else ValueError."""
+    return read_regular(path, MAX_SMALL_BYTES)
+
+
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a JSON file that holds an object. OSError; ValueError naming the path if the content is anything else.
+    """Read a small JSON file that holds an object. OSError; ValueError naming the path for anything else.
 
     Not by msgspec, which refuses lone surrogates: a file name that is not UTF-8 is stored with them.
     """
+    content = read_small(path)
     try:
-        found = json.loads(Path(path).read_bytes())
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:  # RecursionError: nested thousands of levels deep
         raise ValueError(f"{os.fspath(path)} is no JSON: {error}") from error
     if not isinstance(found, dict):

@@ -12,6 +12,7 @@ from megazero.checkpoint.locking import SaveLock
 from megazero.checkpoint.planning import check_request, table_of
 from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.storage import ChunkReader, Save
+from megazero.comm.launch.world import this_generation
 
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
@@ -109,10 +110,16 @@ def read_state(path: Path, group: Group = None) -> dict[str, Any]:
 def lock(root: Path, group: Group = None, patience: float = 0.0) -> SaveLock | None:
     """Take the lock of a folder of checkpoints, on rank 0 for all ranks; None on the others.
 
-    patience: seconds to wait for another holder.
+    patience: seconds to wait for another holder, unless it is an earlier generation of this run.
 
     Raises ValueError, on every rank, if another run holds it or the folder cannot be written.
     """
     taken: list[SaveLock] = []
-    from_rank_0(lambda: taken.append(SaveLock(root, patience)), group)
+
+    def take() -> None:
+        taken.append(SaveLock(root, patience))
+        if this_generation() is not None:
+            folders.clear_leftovers(root)  # before anything is read: Note [Later generations]
+
+    from_rank_0(take, group)
     return taken[0] if taken else None

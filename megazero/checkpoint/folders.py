@@ -24,12 +24,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megazero.checkpoint.locking import PARTIAL, check_owner, owned
 from megazero.checkpoint.manifest import RESTORE, Damaged, missing_part, read_manifest, unchecked_state
-from megazero.files import read_regular, sync_folder, write_atomically
+from megazero.comm.launch.world import this_generation
+from megazero.files import read_regular, replacing, sync_folder
 from megazero.log import log
 
 LATEST = "latest"
-PARTIAL = ".partial"
 REPLACED = ".replaced"
 MAX_LATEST_BYTES = 256
 
@@ -43,8 +44,10 @@ def folder_name(iteration: int) -> str:
 
 
 def partial_folder(root: Path, iteration: int) -> Path:
-    """Return the folder that a save writes to before it is renamed to its final name."""
-    return root / f".{folder_name(iteration)}{PARTIAL}"
+    """Return the folder that a save writes to before it is renamed to its final name; each generation has its own."""
+    start = this_generation()
+    number = f".{start.number}" if start is not None and start.number else ""
+    return root / f".{folder_name(iteration)}{number}{PARTIAL}"
 
 
 def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool = False) -> Path | None:
@@ -185,17 +188,28 @@ def prune(root: Path, keep_last: int, keep_every: int = 0, run: str = "") -> Non
     kept |= set([folder for folder in ours[: last + 1] if states[folder].get("sound") is not False][-1:])
     for folder in ours:
         if folder not in kept:
-            removed = root / f".{folder.name.strip('.')}{PARTIAL}"
             with _warning_about(folder):
                 if folder.is_symlink():
                     raise OSError("it is a link")
-                folder.rename(removed)
-            _delete(removed)
+                _delete(retire(folder, root))
+
+
+def retire(folder: Path, save: Path) -> Path:
+    """Rename a folder into a new partial folder, and return that one, to be deleted.
+
+    save: the --save folder of the run; ValueError if a later start saves there.
+    """
+    partial = partial_folder(folder.parent, iteration_of(folder))
+    retired = partial.with_name(f"{partial.name.removesuffix(PARTIAL)}.old{PARTIAL}")
+    retired.mkdir(exist_ok=True)
+    check_owner(save)
+    folder.rename(retired / folder.name)
+    return retired
 
 
 def clear_leftovers(root: Path) -> None:
     """Delete the leftovers of saves that crashed. Call it in one process, while no save into `root` runs."""
-    for leftover in (*root.glob(f".iter_*{PARTIAL}"), *root.glob(f".{LATEST}{PARTIAL}-*")):
+    for leftover in (*root.glob(f".iter_*{PARTIAL}"), *root.glob(f".*{PARTIAL}-*")):
         _delete(leftover)
     for folder in root.glob(f".iter_*{REPLACED}"):
         aside = _ASIDE.fullmatch(folder.name)
@@ -204,7 +218,11 @@ def clear_leftovers(root: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder, a file or a link. A failure is a warning, because it should not end a run."""
+    """Delete a folder, a file or a link. A failure is a warning, because it should not end a run.
+
+    ValueError if a later start saves there.
+    """
+    check_owner(path.parent)
     with _warning_about(path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -214,9 +232,10 @@ def _delete(path: Path) -> None:
 
 @contextlib.contextmanager
 def _warning_about(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a warning that `path` stays."""
+    """Turn an OSError of the block into a warning that `path` stays, unless a later start saves there."""
     try:
-        yield
+        with owned(path.parent):
+            yield
     except OSError as error:
         log.warning("cannot delete %s: %s; delete it by hand", path, error.strerror or error)
 
@@ -226,22 +245,29 @@ def commit(root: Path, iteration: int) -> Path:
 
     All its files are on the disk. If this fails, the folder is partial again, for the caller to delete, and a replaced
     checkpoint is back in its place. But if `latest` already names the folder, it stays, because only the wait for the
-    disk failed.
+    disk failed. Once a later start saves there, its files stay as they are.
+
+    Raises:
+        ValueError: a later start saves there: see Note [Later generations] in `locking`.
     """
     final, partial = root / folder_name(iteration), partial_folder(root, iteration)
-    aside = root / f".{final.name}{REPLACED}"
+    aside, ours = root / f".{final.name}{REPLACED}", partial.stat()
+    check_owner(root)
     if final.exists():
         final.rename(aside)
     try:
         partial.rename(final)
         sync_folder(root)
-        write_atomically(root / LATEST, f"{final.name}\n".encode())
+        with replacing(root / LATEST) as file:
+            file.write(f"{final.name}\n".encode())
+            check_owner(root)
     except BaseException:
-        if not partial.exists():
+        if final.exists() and os.path.samestat(final.stat(), ours):
+            check_owner(root)
             if _pointer(root) == final.name:
                 raise
             final.rename(partial)
-        if aside.exists():
+        if aside.exists() and not final.exists():
             aside.rename(final)
         raise
     _delete(aside)

@@ -34,6 +34,7 @@ import torch
 from megazero.checkpoint.agreement import Group, from_rank, from_rank_0, gather_all, rank_of, together
 from megazero.checkpoint.api import NOTHING, check
 from megazero.checkpoint.folders import checkpoints, folder_name, iteration_of, next_save_number, save_number
+from megazero.checkpoint.locking import check_owner
 from megazero.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -51,7 +52,7 @@ from megazero.checkpoint.planning import RankPlan, SaveLayout, file_name
 from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.storage import ChunkReader, Save, Target, WrittenFile
 from megazero.checkpoint.tensor_file import host_bytes
-from megazero.files import OutputFile, crc32, explain, read_regular, write_atomically
+from megazero.files import OutputFile, crc32, explain, read_regular, replacing
 from megazero.log import log
 from megazero.units import size, things
 
@@ -374,7 +375,9 @@ def _identity(save: Path, anew: bool = False) -> str:
     path = save / IDENTITY
     if anew or not path.exists():
         save.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, uuid.uuid4().hex.encode())
+        with replacing(path) as file:
+            file.write(uuid.uuid4().hex.encode())
+            check_owner(save)
     return read_regular(path, limit=100).decode(errors="replace")
 
 

@@ -2,20 +2,36 @@
 
 A POSIX record lock on the file `.lock`. The system releases it when the process ends, however it ends, and its child
 processes do not share it. The file stays; it names the process that holds the lock, or held it last.
+
+Note [Later generations]
+A run with --elastic continues without a node that is frozen, but a frozen rank 0 keeps its lock. So each start writes
+its run and generation into the file OWNER, and a later generation of the same run takes the lock away: it replaces
+OWNER, then the lock file, and deletes all partial files. The frozen process may run again. It makes a change visible
+only by a rename from or into a partial file or folder, which it makes before it calls `check_owner`. So wherever it was
+frozen, it either finds the new owner, or its rename fails because its partial file is gone.
 """
 
+import contextlib
 import datetime
 import errno
 import fcntl
 import os
 import socket
 import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
-from megazero.files import explain
+import msgspec
+
+from megazero.comm.launch.world import Generation, this_generation
+from megazero.files import explain, read_small, replacing
 from megazero.log import log
+from megazero.typed_files import decode
 
 LOCK = ".lock"
+OWNER = ".owner"
+PARTIAL = ".partial"
 RETRY_SECONDS = 0.5
 _HELD = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -28,46 +44,117 @@ class SaveLock:
     """
 
     def __init__(self, root: Path, patience: float = 0.0) -> None:
-        """Take the lock.
+        """Take the lock, at once from an earlier generation of this run.
 
         Args:
-            patience: seconds to wait for its holder, such as a frozen or lost node's process.
+            patience: seconds to wait for any other holder, such as a process of a lost machine.
 
         Raises:
             ValueError: it names --save, and the process that still holds the lock; or the folder cannot be written.
         """
-        root, self._until = Path(root), time.monotonic() + patience
+        root, start, until = Path(root), this_generation(), time.monotonic() + patience
         now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
         text = f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
         try:
             root.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            self._lock(root)
+            owner = _owner(root) if start is not None else None
+            again = owner is not None and owner != start and owner.run == start.run
+            if again:
+                _claim(root, start)
+            self._file = _take(root, until, replace=again)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, text.encode(), 0)
+            if not again:
+                _claim(root, start or Generation(text.strip(), 0))
         except OSError as error:
             raise ValueError(f"--save {root}: {explain(error)}") from None
 
-    def _lock(self, root: Path) -> None:
-        try:
-            while True:
-                try:
-                    fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return
-                except OSError as error:
-                    if error.errno not in _HELD or time.monotonic() > self._until:
-                        raise
-                    time.sleep(RETRY_SECONDS)
-        except OSError as error:
-            if error.errno in _HELD:
-                holder = os.pread(self._file, 500, 0).decode(errors="replace").strip() or "another process"
-                os.close(self._file)
-                raise ValueError(
-                    f"--save {root} is in use by {holder}; wait for that run to end, end it, or name another folder"
-                ) from None
-            if error.errno not in _UNSUPPORTED:
-                raise
-            log.warning("--save %s: this file system has no locks (%s); make sure that one run uses it", root, error)
-
     def release(self) -> None:
         os.close(self._file)
+
+
+def check_owner(root: Path) -> None:
+    """Raise ValueError if a later start saves into `root`, because the node of this process was declared lost.
+
+    See Note [Later generations]. Nothing is checked in a run without generations, or in a folder without OWNER.
+    """
+    start = this_generation()
+    owner = _owner(root) if start is not None else None
+    if owner is not None and owner != start:
+        raise _lost(root, owner)
+
+
+@contextlib.contextmanager
+def owned(root: Path) -> Iterator[None]:
+    """Raise the error of `check_owner` in place of an OSError of the block, such as that a partial file is gone."""
+    try:
+        yield
+    except OSError:
+        check_owner(root)
+        raise
+
+
+def _lost(root: Path, owner: Generation) -> ValueError:
+    return ValueError(
+        f"--save {root} is in use by generation {owner.number} of a run, which began since this node did not "
+        "respond; this process saves and deletes nothing there; start the node again"
+    )
+
+
+def _owner(root: Path) -> Generation | None:
+    """Return the start that saves into `root`; None if none has."""
+    try:
+        return decode(read_small(root / OWNER), Generation, root / OWNER)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _claim(root: Path, start: Generation) -> None:
+    """Make `start` the owner of `root`. ValueError if a later generation of its run is."""
+    with replacing(root / OWNER) as file:
+        file.write(msgspec.json.encode(start))
+        owner = _owner(root)
+        if owner is not None and owner.run == start.run and owner.number > start.number:
+            raise _lost(root, owner)
+
+
+def _take(root: Path, until: float, replace: bool) -> int:
+    """Return the descriptor of the lock file, once it is locked; ValueError if it is not at the time `until`.
+
+    replace: replace the file, whose lock an earlier generation may hold, by a locked one.
+    """
+    if replace:
+        part = root / f"{LOCK}{PARTIAL}-{uuid.uuid4().hex[:12]}"
+        file = _open(part)
+        _lock(root, file)
+        check_owner(root)
+        os.replace(part, root / LOCK)
+        return file
+    while True:
+        file = _open(root / LOCK)
+        if _lock(root, file) and os.path.samestat(os.fstat(file), os.stat(root / LOCK)):  # else it was replaced
+            return file
+        holder = os.pread(file, 500, 0).decode(errors="replace").strip() or "another process"
+        os.close(file)
+        if time.monotonic() > until:
+            raise ValueError(
+                f"--save {root} is in use by {holder}; wait for that run to end, end it, or name another folder"
+            )
+        time.sleep(RETRY_SECONDS)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _lock(root: Path, file: int) -> bool:
+    """Lock an open file; False if another process has."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            return False
+        if error.errno not in _UNSUPPORTED:
+            raise
+        log.warning("--save %s: this file system has no locks (%s); make sure that one run uses it", root, error)
+    return True

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megazero.checkpoint.folders import clear_leftovers, commit, next_save_number, partial_folder
+from megazero.checkpoint.locking import owned
 from megazero.checkpoint.manifest import (
     STATE,
     Damaged,
@@ -93,24 +94,26 @@ class Save:
         chunks = own_chunks(self._plan, self.shards, skipped)
         if not chunks:
             return None
-        if not self.folder.is_dir():
-            raise FileNotFoundError(
-                f"{self.folder}, made by rank 0, is not here: --save must be a folder shared by all ranks"
-            )
         file = file_name(self.rank)
-        checksums, num_bytes = write_safetensors(self.folder / file, chunks)
+        with owned(self.root):
+            if not self.folder.is_dir():
+                raise FileNotFoundError(
+                    f"{self.folder}, made by rank 0, is not here: --save must be a folder shared by all ranks"
+                )
+            checksums, num_bytes = write_safetensors(self.folder / file, chunks)
         return WrittenFile(file, num_bytes, array("I", checksums))
 
     def commit(self, written: Sequence[WrittenFile | None]) -> list[None]:
         """Write the other files, and give the folder its final name. On rank 0."""
-        manifest = self.manifest(written)
-        write_durably(self.folder / STATE, self.state_text)
-        fault = missing_part(self.folder, manifest)
-        if fault:
-            raise FileNotFoundError(f"{self.folder}: {fault}: --save must be a folder shared by all ranks")
-        write_manifest(self.folder, manifest)
-        sync_folder(self.folder)
-        commit(self.root, self.iteration)
+        with owned(self.root):
+            manifest = self.manifest(written)
+            write_durably(self.folder / STATE, self.state_text)
+            fault = missing_part(self.folder, manifest)
+            if fault:
+                raise FileNotFoundError(f"{self.folder}: {fault}: --save must be a folder shared by all ranks")
+            write_manifest(self.folder, manifest)
+            sync_folder(self.folder)
+            commit(self.root, self.iteration)
         return [None] * len(written)
 
     def manifest(self, written: Sequence[WrittenFile | None]) -> Manifest:

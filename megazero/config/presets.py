@@ -16,6 +16,7 @@ from megazero.config.architectures import ARCHITECTURES
 from megazero.config.flags import flags, with_values
 from megazero.config.foreign.table import retired
 from megazero.config.schema import Config
+from megazero.files import read_small
 
 PRESETS = Path(__file__).parent / "presets"  # a link to scripts/presets; files of the package where it is installed
 
@@ -54,7 +55,7 @@ def read_preset(name: str) -> Preset:
     """
     path = _find(name)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(read_small(path).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"--preset {path}: not a TOML file: {error}") from None
     notes = [f"--preset {path}: {key} is ignored: {retired()[key]}" for key in content if key in retired()]

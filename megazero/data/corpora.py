@@ -21,6 +21,7 @@ from megazero.data.indexed import IndexedDataset
 from megazero.data.mock import MockSamples
 from megazero.data.samples import SPLITS, GPTDataset, Samples, WholeSplit, require_vocabulary, split_ranges
 from megazero.data.tokenizer import Tokenizer
+from megazero.files import read_small
 from megazero.units import things
 
 # Bytes of all corpora without PREFIX.json that are searched, at both ends, for ids outside the vocabulary.
@@ -133,7 +134,7 @@ def parse_data_path(data_path: Sequence[str]) -> list[tuple[Fraction | None, str
 def read_data_args(path: str) -> tuple[str, ...]:
     """The words of --data-args-path FILE, which stand for those of --data-path; # begins a comment."""
     try:
-        text = Path(path).read_text()
+        text = read_small(path).decode()
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--data-args-path {path}: {error}; name a text file of prefixes, or of W1 PREFIX1 W2 PREFIX2 ..."

@@ -9,7 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from megazero import checkpoint
-from megazero.checkpoint.folders import folder_name
+from megazero.checkpoint.folders import folder_name, iteration_of, partial_folder, retire
+from megazero.checkpoint.locking import PARTIAL, check_owner
 from megazero.config.schema import CheckpointConfig
 from megazero.log import log
 from megazero.run.checkpoints import Checkpoints
@@ -53,7 +54,7 @@ class Exports:
     def resume(self, progress: Progress) -> None:
         """Clear the remains of an export that was killed, and repeat it if it was of the checkpoint that is loaded."""
         if self.leads:
-            for leftover in self.root.glob(".iter_*.partial"):
+            for leftover in self.root.glob(f".*{PARTIAL}"):
                 shutil.rmtree(leftover, ignore_errors=True)
         saved, interval = self.checkpoints.saved_at, self.options.save_hf_interval
         if saved is not None and (self.root / folder_name(saved)).exists():
@@ -111,7 +112,12 @@ class Exports:
             self.checkpoints.prune()
 
     def _export(self, name: str) -> None:
-        start, output = time.perf_counter(), self.root / name
-        shutil.rmtree(output, ignore_errors=True)  # of an iteration that the run repeats
-        self.write(Path(self.options.save) / name, output)
+        start, output, save = time.perf_counter(), self.root / name, Path(self.options.save)
+        partial = partial_folder(self.root, iteration_of(output))
+        self.write(save / name, partial)
+        check_owner(save)
+        replaced = retire(output, save) if output.exists() else None  # of an iteration that the run repeats
+        partial.rename(output)
+        if replaced:
+            shutil.rmtree(replaced, ignore_errors=True)
         log.info(f"exported {output} in {time.perf_counter() - start:.1f} s")

@@ -21,7 +21,7 @@ from megazero.comm.launch.world import World, generation, mark_before, num_nodes
 from megazero.config.flags import LAYOUT_FLAGS
 from megazero.config.schema import Config
 from megazero.config.validate import elastic_nodes
-from megazero.files import read_regular, write_atomically
+from megazero.files import read_small, write_atomically
 from megazero.log import log
 from megazero.price.search.choose import Chosen, choose_layout
 from megazero.price.time.devices import Device
@@ -114,7 +114,7 @@ def start_words(config: Config, world: World, layout: str) -> str:
 def read(save: Path, digest: str) -> dict[int, Chosen]:
     """Return the rows in the --save folder; none if they answer another question, or the file is damaged."""
     try:
-        kept = msgspec.json.decode(read_regular(save / LAYOUTS), type=Table)
+        kept = msgspec.json.decode(read_small(save / LAYOUTS), type=Table)
     except (OSError, ValueError):  # msgspec's errors are ValueErrors
         return {}
     return {nodes: row._replace(flags=_typed(row.flags)) for nodes, row in kept.rows.items() if kept.question == digest}

@@ -39,7 +39,7 @@ class Writer:
             raise self.error
         output.mkdir(parents=True)
         (output / "of").write_text(path.name)
-        self.written.append(output.name)
+        self.written.append(path.name)
 
 
 def exporting(corpus: str, folder: Path, iterations: int, writer: Writer, **options: object) -> TrainingRun:

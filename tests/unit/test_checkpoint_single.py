@@ -305,13 +305,13 @@ def test_what_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogC
         checkpoint.save(root, iteration, model(iteration), {})
     (root / "iter_0000001").rename(elsewhere)
     (root / "iter_0000001").symlink_to(elsewhere)
-    (root / ".iter_0000002.partial" / "full").mkdir(parents=True)
+    (root / ".iter_0000002.old.partial" / "iter_0000002" / "full").mkdir(parents=True)
     checkpoint.prune(root, 1)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         f"cannot delete {root}/iter_0000001: it is a link; delete it by hand",
         f"cannot delete {root}/iter_0000002: Directory not empty; delete it by hand",
     ]
-    assert sorted(os.listdir(root)) == ["iter_0000001", "iter_0000002", "iter_0000004", "latest"]
+    assert {path.name for path in root.glob("[!.]*")} == {"iter_0000001", "iter_0000002", "iter_0000004", "latest"}
     (root / ".iter_0000009.partial").symlink_to(elsewhere)
     checkpoint.save(root, 5, model(5), {})
     checkpoint.prune(root, 1)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,14 +13,18 @@ import numpy as np
 import pytest
 
 from megazero import files
+from megazero.checkpoint.folders import find
+from megazero.config.presets import read_preset
 from megazero.data import about, epochs
 from megazero.data.about import read_about, verify
-from megazero.data.corpora import open_datasets
+from megazero.data.corpora import open_datasets, read_data_args
 from megazero.data.fingerprint import differences, fingerprint, same
 from megazero.data.indexed import IndexedDataset
 from megazero.data.samples import GPTDataset
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
+from megazero.files import MAX_SMALL_BYTES, read_json_object
+from megazero.price.time.devices import load_device
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 pytestmark = pytest.mark.timeout(300)  # a FIFO in place of a file must not be waited for
@@ -48,7 +53,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize(
     ("end", "kind"),
-    [*((end, kind) for end in (".bin", ".idx") for kind in ODD), (".json", "folder"), (".json", "loop")],
+    [(end, kind) for end in (".bin", ".idx", ".json") for kind in ODD],
 )
 def test_no_file_in_place_of_a_corpus_file(tmp_path: Path, end: str, kind: str) -> None:
     prefix = write_described(tmp_path / "c")
@@ -58,6 +63,32 @@ def test_no_file_in_place_of_a_corpus_file(tmp_path: Path, end: str, kind: str) 
     with pytest.raises(ValueError, match=rf"--data-path {prefix}: .*c\{end}") as caught:
         open_datasets((str(prefix),), "1", 4, 1, 300)
     assert "\n" not in str(caught.value)
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "preset.toml": lambda path: read_preset(str(path)),
+    "device.toml": lambda path: load_device(str(path)),
+    "corpora.txt": lambda path: read_data_args(str(path)),
+    "config.json": read_json_object,
+    "tokenizer.json": lambda path: load_tokenizer(str(path.parent)),
+    "latest": lambda path: find(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_file_in_place_of_a_small_one(tmp_path: Path, name: str) -> None:
+    """Nor a large one, in place of settings."""
+    large = lambda path: (path.touch(), os.truncate(path, MAX_SMALL_BYTES + 1))  # noqa: E731
+    for kind, make in {**ODD, **({} if name == "tokenizer.json" else {"large": large})}.items():
+        path = tmp_path / kind / name
+        path.parent.mkdir()
+        make(path)
+        if name == "latest":  # a damaged one is passed over: there is no checkpoint
+            assert READERS[name](path) is None
+            continue
+        with pytest.raises((ValueError, OSError), match=re.escape(name)) as caught:
+            READERS[name](path)
+        assert "\n" not in str(caught.value), kind
 
 
 def sums(**given: object) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,9 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint import LocalShard
+from megazero.checkpoint.folders import PARTIAL
 from megazero.checkpoint.locking import SaveLock
+from megazero.comm.launch.world import STARTED
 from megazero.config.cli import parse
 from megazero.config.schema import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig
 from megazero.config.validate import check_values
@@ -174,6 +179,117 @@ def test_a_forked_process_neither_holds_nor_drops_the_lock(tmp_path: Path) -> No
     finally:
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
+
+
+# -- a later generation, while the process of an earlier one is frozen
+
+CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "shutil.rmtree")
+
+
+def start_generation(number: int) -> None:
+    os.environ |= {STARTED: "1700000000.5", "MEGAZERO_GENERATION": str(number)}
+
+
+def stop_at(change: int) -> None:
+    """Freeze this process just before its change number `change` of a folder, or creation of a file."""
+    left = [change]
+
+    def watch(event: str, details: tuple[Any, ...]) -> None:
+        created = event == "open" and isinstance(details[2], int) and details[2] & os.O_CREAT
+        if (event in CHANGES or created) and left[0] >= 0:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    sys.addaudithook(watch)
+
+
+def content(root: Path) -> dict[str, bytes]:
+    """All files but partial ones. A replaced checkpoint counts under its own name, because a resume finds both."""
+    files = [path for path in root.rglob("*") if path.is_file() and PARTIAL not in str(path)]
+    return {re.sub(r"/\.(iter_\d+)\.replaced/", r"/\1/", str(path)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_frozen_process_of_an_earlier_generation_changes_nothing_later(
+    idle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is frozen before each change that a start, two saves and a pruning make, and runs on later.
+
+    Until then the later generation has taken the lock; unless `idle`, it has also saved, and is in the next save.
+    """
+    monkeypatch.setenv(STARTED, "")
+    monkeypatch.setenv("MEGAZERO_GENERATION", "")
+    frozen, number = True, 0
+    while frozen:
+        root = tmp_path / str(number)
+        reader, writer = os.pipe()
+
+        def earlier(root: Path = root, at: int = number, writer: int = writer) -> None:
+            start_generation(0)
+            locks = [checkpoint.lock(root)]
+            save(root, 1)
+            save(root, 2)
+            start_generation(1)
+            try:
+                stop_at(at)
+                locks.append(checkpoint.lock(root))
+                save(root, 3)
+                save(root, 2)
+                checkpoint.prune(root, 1, run="ours")
+            except ValueError as error:
+                os.write(writer, str(error).encode())
+
+        child = forked(earlier)
+        os.close(writer)
+        try:
+            frozen = os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+            if frozen:
+                start_generation(2)
+                lock = checkpoint.lock(root)  # at once
+                assert lock is not None and checkpoint.find(root) is not None
+                for iteration in () if idle else (2, 4):
+                    save(root, iteration, updates=7)
+                checkpoint.prune(root, 0 if idle else 3, run="ours")
+                saving = checkpoint.folders.partial_folder(root, 3) / "rank_00000.safetensors"
+                saving.parent.mkdir()
+                saving.write_bytes(b"ours")
+                before = content(root)
+                os.kill(child, signal.SIGCONT)
+                refusal = os.read(reader, 1000)
+                os.waitpid(child, 0)
+                assert refusal.startswith(b"--save "), number
+                assert content(root) == before and saving.read_bytes() == b"ours", number
+                lock.release()
+        finally:
+            os.close(reader)
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        number += 1
+    assert number > 30
+
+
+def test_who_saves_after_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generation takes the lock from an earlier one of its run alone."""
+    monkeypatch.setenv("MEGAZERO_GENERATION", "3")
+    monkeypatch.setenv(STARTED, "1")
+    lock = SaveLock(tmp_path)
+    for run, generation, refusal in (("1", "2", "by generation 3"), ("1", "3", "by process"), ("2", "4", "by process")):
+
+        def other(run: str = run, generation: str = generation, refusal: str = refusal) -> None:
+            os.environ |= {STARTED: run, "MEGAZERO_GENERATION": generation}
+            with pytest.raises(ValueError, match=f"--save {tmp_path} is in use {refusal}"):
+                SaveLock(tmp_path)
+
+        assert os.waitpid(forked(other), 0)[1] == 0, generation
+        checkpoint.folders.check_owner(tmp_path)
+    lock.release()
+    monkeypatch.delenv(STARTED)
+    SaveLock(tmp_path).release()  # a run without generations
+    monkeypatch.setenv(STARTED, "1")
+    with pytest.raises(ValueError, match=r"by generation 0 of a run"):
+        save(tmp_path, 1)
+    assert not [*tmp_path.glob("*iter*")]
 
 
 # -- pruning

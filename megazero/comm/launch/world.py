@@ -41,6 +41,13 @@ def this_node() -> Node:
     return Node(re.sub(r"[^A-Za-z0-9_.-]", "_", machine), env.get("GROUP_RANK", "0"))
 
 
+class Generation(NamedTuple):
+    """One start of the ranks of a run, whose launcher may start them again."""
+
+    run: str  # the time of its launch, or its process
+    number: int
+
+
 def read_world() -> World:
     """Read torchrun's variables, or else those of an srun step; without either, this is a single process.
 
@@ -112,6 +119,12 @@ def generation() -> int:
     """Return how often the ranks of this run were started before, by --elastic."""
     count = os.environ.get("MEGAZERO_GENERATION") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdecimal() else 0
+
+
+def this_generation() -> Generation | None:
+    """Return the generation of this process; None if its launcher counts none."""
+    run = os.environ.get(STARTED)
+    return Generation(run, generation()) if run else None
 
 
 def agent_store() -> bool:

@@ -1,5 +1,6 @@
 """From --tokenizer to a `Tokenizer`: the kind is named, or recognised by the files at a path."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from megazero.data.tokenizer.backends import (
     gpt2_backend,
 )
 from megazero.data.tokenizer.base import Tokenizer
-from megazero.files import read_json_object
+from megazero.files import open_regular, read_json_object
 from megazero.optional import load_optional
 
 SPECS = (
@@ -148,6 +149,7 @@ def _load_hugging_face(spec: str, file: Path) -> Tokenizer:
 
     settings = file.parent / "tokenizer_config.json"
     config = read_json_object(settings) if settings.exists() else {}
+    os.close(open_regular(file))  # the library would wait for the writer of a FIFO
     backend = Backend.from_file(str(file))
     eod = find_eod(backend.get_vocab(with_added_tokens=True), configured_eos(config))
     others = {name: (file.parent / name).read_bytes() for name in OTHER_FILES if (file.parent / name).is_file()}

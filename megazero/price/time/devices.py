@@ -18,6 +18,7 @@ from msgspec.structs import asdict
 
 from megazero.config.model_options import Precision
 from megazero.config.schema import TrainingConfig
+from megazero.files import read_small
 from megazero.plan.layout.topology import Layout
 from megazero.typed_files import decode
 
@@ -233,7 +234,7 @@ def load_device(name: str) -> Device:
             "the data sheet, or the output of scripts/measure_device.py for this CPU (docs/plan.md)"
         )
     try:
-        file: Any = decode(path.read_bytes(), _DeviceFile, path)
+        file: Any = decode(read_small(path), _DeviceFile, path)
     except (OSError, ValueError) as error:
         raise ValueError(f"--device-type {error}; docs/plan.md describes device files") from None
     given = {f"{s}.{key}": c for s in SECTIONS for key, c in asdict(getattr(file, s)).items() if c is not None}
