@@ -27,7 +27,7 @@ from megazero.huggingface.model_flags import find_model
 from megazero.log import log, log_as
 from megazero.optional import missing_package
 from megazero.plan.layout.resolve import resolve
-from megazero.run.stopping import AGAIN, LAUNCHED, Clock, DeadRun, Signals, Wish, Wishes, interrupted_words
+from megazero.run.stopping import Clock, DeadRun, Signals, Wish, Wishes, again_words, interrupted_words
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def run(command: Command, world: World) -> None:
         if command.config.plan.rehearse:
             rehearse(command, world)
             return
-        with Signals(LAUNCHED if under_torchrun() else AGAIN) as signals:
+        with Signals(again_words(under_torchrun(), command.config.parallel.elastic)) as signals:
             launch.end_with_launcher(world)
             stop = pretrain(command, world, signals)
         code = stop.exit_code if stop is not None else 0

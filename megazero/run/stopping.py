@@ -27,7 +27,6 @@ from megazero.log import log
 SAVED_EARLY = 75
 LOOK_SECONDS = 3.0  # for the newest checkpoint, in a folder whose server may not respond
 AGAIN = "Press Ctrl-C again to stop at once, unsaved"
-LAUNCHED = "The launcher kills ranks that have not ended after 30 s"  # and passes on no second interrupt
 STARTING = "stopping before the first step"
 ENDING = "the run ends after its last save, which is in progress"
 EVALUATING = "stopping after this batch, without a result"
@@ -207,6 +206,13 @@ class Wishes:
             self.clock.saved(time.time())
         if agreed == Wish.STOP_FILE and self.stop_file is not None:
             self.stop_file.unlink(missing_ok=True)
+
+
+def again_words(launched: bool, elastic: str) -> str:
+    """Return the reaction to a second SIGINT, which torchrun does not pass on; `elastic`: the value of --elastic."""
+    if not launched:
+        return AGAIN
+    return f"The launcher kills ranks that have not ended after {'10 minutes' if elastic else '30 s'}"
 
 
 def training_promise(save: str) -> str:

@@ -20,14 +20,14 @@ from megazero import checkpoint
 from megazero.checkpoint import LocalShard
 from megazero.checkpoint.locking import SaveLock
 from megazero.config.cli import parse
-from megazero.config.schema import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig
+from megazero.config.schema import CheckpointConfig, Config, DataConfig, EvaluationConfig, LogConfig, ModelConfig
 from megazero.config.validate import check_values
 from megazero.data.corpora import parse_data_path
 from megazero.data.fingerprint import fingerprint
 from megazero.data.writer import IndexedWriter
 from megazero.run.changes import changed_options
-from megazero.run.resume import check_data, find_checkpoint
-from megazero.run.run_state import RunState
+from megazero.run.resume import check_data, find_checkpoint, takes_memory
+from megazero.run.run_state import RunState, is_hugging_face
 
 STATE = RunState(1, 8, 1, None, asdict(ModelConfig()), {}, {}, run="ours")
 
@@ -97,6 +97,25 @@ def test_a_load_that_is_not_there_is_refused_unless_it_is_save_too(tmp_path: Pat
     ]
     for options in begins:
         assert find_checkpoint(replace(Config(), checkpoint=options)) is None
+
+
+def test_runs_that_may_resume_from_memory_or_from_a_hugging_face_folder(tmp_path: Path) -> None:
+    options = CheckpointConfig(save=str(tmp_path), load=f"{tmp_path}/.", memory_checkpoint_interval=1)
+    changes: tuple[tuple[dict[str, Any], bool], ...] = (
+        ({}, True),
+        ({"memory_checkpoint_interval": 0}, False),
+        ({"finetune": True}, False),
+        ({"load": ""}, False),
+        ({"load": str(tmp_path / "other")}, False),
+    )
+    for change, wanted in changes:
+        assert takes_memory(replace(Config(), checkpoint=replace(options, **change))) == wanted, change
+    assert not takes_memory(replace(Config(), checkpoint=options, evaluation=EvaluationConfig(eval_only=True)))
+    assert not is_hugging_face(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert is_hugging_face(tmp_path)
+    (tmp_path / "latest").write_text("iter_0000001")
+    assert not is_hugging_face(tmp_path)
 
 
 def test_a_damaged_state_falls_back_and_an_exact_load_does_not(tmp_path: Path) -> None:

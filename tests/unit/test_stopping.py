@@ -21,12 +21,12 @@ from megazero.comm.launch.world import STARTED, launched
 from megazero.config.schema import CheckpointConfig, Config, EvaluationConfig, PlanConfig
 from megazero.log import log
 from megazero.run.stopping import (
-    LAUNCHED,
     SIGNALS,
     Clock,
     Signals,
     Wish,
     Wishes,
+    again_words,
     interrupted_words,
     stopped_words,
     training_promise,
@@ -124,7 +124,7 @@ def test_the_first_interrupt_is_answered_while_the_main_thread_is_busy_outside_p
     handler, other = Answer(), threading.Thread(target=interrupt)
     log.addHandler(handler)
     try:
-        with Signals(LAUNCHED) as signals:
+        with Signals("a second one") as signals:
             signals.promise = "the promise"
             lock(busy)
             other.start()
@@ -134,10 +134,13 @@ def test_the_first_interrupt_is_answered_while_the_main_thread_is_busy_outside_p
     finally:
         log.removeHandler(handler)
         other.join()
-    assert in_time == [True] and answers == [f"SIGINT: the promise. {LAUNCHED}"]
+    assert in_time == [True] and answers == ["SIGINT: the promise. a second one"]
 
 
 def test_interrupts_name_the_checkpoint_that_a_resume_takes(tmp_path: Path) -> None:
+    assert again_words(False, "1:2") == Signals().again == "Press Ctrl-C again to stop at once, unsaved"
+    launched = "The launcher kills ranks that have not ended after"
+    assert [again_words(True, elastic) for elastic in ("", "1:2")] == [f"{launched} 30 s", f"{launched} 10 minutes"]
     assert training_promise("S") == "finishing this step, then saving to --save S"
     assert training_promise("").endswith("then stopping; nothing is saved, because --save is not given")
 
