@@ -7,7 +7,9 @@ torchrun's agents meet at a store, start the ranks of their nodes, and meet agai
 - Nodes that come back: the ranks are asked to stop after their step and to save, for as long as that takes.
 - Only failures of ranks count, and only those in a row without a new checkpoint: the third ends the run.
 - A node with another command does not join: it would end the ranks of all.
-Agents and ranks exchange notes as files (`megazero.comm.launch.agent`).
+Agents and ranks exchange notes as files (`megazero.comm.launch.agent`). Private names of torch: those that `Agent`
+overrides, `_pcontext`, `_stop_workers` and `_remaining_restarts`; `_state_holder`, `_bootstrap_store_info` and
+`_shared_tcp_store_server` of its rendezvous.
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import elastic_secret
 import torch.distributed as dist
 from elastic_command import absolute_save, difference
-from elastic_store import COMMAND, END, RUN, STATE
+from elastic_secret import Seal
+from elastic_state import SignedState
+from elastic_store import COMMAND, END, RUN, SILENCE
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -39,15 +44,15 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousGracefulExitError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
-from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import config_from_args, parse_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megazero.checkpoint.folders import save_mark
 from megazero.comm.launch import agent as notes
+from megazero.comm.launch.listening import LOOPBACK, host_store, is_here
 from megazero.comm.launch.world import BEFORE, STARTED, this_node
 
 LOST_SECONDS = 8  # after which an agent without a sign of life is lost; ELASTIC_LOST_SECONDS sets another number
@@ -88,11 +93,14 @@ class Meeting(DynamicRendezvousHandler):
 
     Attributes:
         endpoint: host and port of the store.
+        store, seal: the store, and the MAC of the agents' values in it.
         members: nodes of this generation.
         generation: its number, the same on all nodes.
     """
 
     endpoint: tuple[str, int]
+    store: dist.Store
+    seal: Seal
     members: frozenset[Any] = frozenset()
     generation = 0
     waiting_since: float | None = None
@@ -102,14 +110,10 @@ class Meeting(DynamicRendezvousHandler):
         return self._state_holder.state
 
     @property
-    def store(self) -> dist.Store:
-        return self._store
-
-    @property
     def has_nodes(self) -> bool:
         """A node gives signs of life, or the first one is about to."""
-        self._state_holder.sync()  # drops those that are lost
-        return bool(self.state.last_heartbeats) or not self.store.check([STATE])
+        silence = float(self.seal.read(self.store, SILENCE) or 0)
+        return silence < self.settings.keep_alive_interval.total_seconds() * self.settings.keep_alive_max_attempt
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for enough nodes. Raises Ended: the run is over, there are too few, or the store is gone."""
@@ -140,7 +144,7 @@ class Meeting(DynamicRendezvousHandler):
         try:
             yield
         except (RendezvousClosedError, RendezvousGracefulExitError):
-            raise last_words(self.store) or Ended("the run has ended") from None
+            raise last_words(self.store, self.seal) or Ended("the run has ended") from None
         except RendezvousTimeoutError:
             minutes = self.settings.timeout.join.total_seconds() / 60
             why = f"fewer than {self.settings.min_nodes} nodes" if not self.state.complete else "no end of a step"
@@ -171,33 +175,44 @@ class Meeting(DynamicRendezvousHandler):
     def end(self, message: str, code: int = 1) -> Ended:
         """Leave the last words of the run for all nodes, and return them."""
         with contextlib.suppress(RuntimeError):
-            self.store.compare_set(END, "", f"{code} {message}")
+            ours = self.seal.close(END, f"{code} {message}".encode())
+            if self.seal.open(END, self.store.compare_set(END, "", ours)) is None:
+                self.store.set(END, ours)  # in place of a stranger's
         return Ended(message, code)
 
 
-def last_words(store: dist.Store) -> Ended | None:
+def last_words(store: dist.Store, seal: Seal) -> Ended | None:
     """Return the end of the run of this store; None: it has not ended."""
-    if not store.check([END]):
+    found = seal.read(store, END)
+    if found is None:
         return None
-    code, _, message = store.get(END).decode().partition(" ")
+    code, _, message = found.decode().partition(" ")
     return Ended(message, int(code))
 
 
-def meeting(endpoint: str, least: int, most: int, wait_seconds: float) -> Meeting:
+def meeting(endpoint: str, least: int, most: int, wait_seconds: float, save: str) -> Meeting:
     """Connect to the store, and start it if this is its host.
 
     Args:
         endpoint: HOST:PORT; port 0: the store lives in this process, for a run of one node.
+        save: the folder of the run's secret.
     """
     host, port = parse_rendezvous_endpoint(endpoint, default_port=29400)
-    store = connect(host, port)
+    try:
+        seal = Seal(elastic_secret.find(save) if port else elastic_secret.draw())
+    except (OSError, ValueError) as error:
+        raise Ended(str(error)) from None
+    if port:
+        store = connect(host, port, seal)
+    else:
+        host, store = LOOPBACK, host_store(LOOPBACK, 0, timeout=timedelta(seconds=ANSWER_SECONDS))
     limits = Limits(join=timedelta(seconds=wait_seconds))
-    backend = C10dRendezvousBackend(store, RUN)
     lost = int(os.environ.get("ELASTIC_LOST_SECONDS", LOST_SECONDS))
     beat = max(1, lost // BEATS)
     beats = {"keep_alive_interval": beat, "keep_alive_max_attempt": max(2, lost // beat)}
+    backend = SignedState(store, seal, beat)
     found = Meeting.from_backend(RUN, store, backend, least, most, this_node().machine, limits, **beats)
-    found.endpoint, limits.meeting = (host, store.port), found
+    found.endpoint, found.store, found.seal, limits.meeting = (host, store.port), store, seal, found
     # Ranks use the store of the agents. Else torchrun makes another on the first node, and does not follow that node's
     # changes: the others keep the address of a lost one.
     found._bootstrap_store_info, found._shared_tcp_store_server = RendezvousStoreInfo(*found.endpoint), store
@@ -219,17 +234,21 @@ def admit(found: Meeting, words: Sequence[str]) -> bool:
         Ended: it has nodes.
     """
     words, save = absolute_save(words)
-    ours = json.dumps({"words": words, "save": save, "started": time.time(), "before": save_mark(save)})
-    first = json.loads(found.store.compare_set(COMMAND, "", ours))
+    ours = json.dumps({"words": words, "started": time.time(), "before": save_mark(save)})
+    where = "{}:{}".format(*found.endpoint)
+    kept = found.seal.open(COMMAND, found.store.compare_set(COMMAND, "", found.seal.close(COMMAND, ours.encode())))
+    if kept is None:
+        raise Ended(
+            f"--rdzv-endpoint {where} serves another run, whose secret is not that of {save or 'this node'}: give all "
+            "nodes the same --save folder, or this run another port"
+        )
+    first = json.loads(kept)
     if first["words"] == words:
         os.environ |= {STARTED: str(first["started"]), BEFORE: first["before"]}
         return True
     if not found.has_nodes:
         found.end("all nodes of the run have left")
         return False
-    where = "{}:{}".format(*found.endpoint)
-    if first["save"] != save:
-        raise Ended(f"--rdzv-endpoint {where} serves the run that saves in {first['save']}; give this run another port")
     here, there = difference(words, first["words"])
     raise Ended(
         f"this node has {here}, and the run at {where} has {there}; start the same command on every node, or end that "
@@ -237,19 +256,17 @@ def admit(found: Meeting, words: Sequence[str]) -> bool:
     )
 
 
-def connect(host: str, port: int) -> dist.TCPStore:
+def connect(host: str, port: int, seal: Seal) -> dist.TCPStore:
     """Return the store of a run that has not ended; the store of an ended one goes away within seconds."""
     timeout, until = timedelta(seconds=ANSWER_SECONDS), time.monotonic() + ANSWER_SECONDS
-    if port == 0:
-        return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     ended, why = None, ""
     while time.monotonic() < until:
-        if _matches_machine_hostname(host):
-            start_store(host, port)
         try:
+            if is_here(host):
+                start_store(host, port, seal)
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-            ended = last_words(store)
-            if ended is None:
+            ended, why = last_words(store, seal), "it serves another run, which has ended"
+            if ended is None and not (store.check([END]) and seal.read(store, COMMAND) is None):
                 return store
         except (dist.DistError, OSError) as error:  # it may have gone away just now
             why = str(error).splitlines()[0]
@@ -260,11 +277,12 @@ def connect(host: str, port: int) -> dist.TCPStore:
     )
 
 
-def start_store(host: str, port: int) -> None:
+def start_store(host: str, port: int, seal: Seal) -> None:
     """Start the store as a process of its own, which outlives this agent. A second one ends at once."""
     program, nowhere = Path(__file__).with_name("elastic_store.py"), subprocess.DEVNULL
     command = [sys.executable, str(program.resolve()), host, str(port)]
-    subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
+    env = {**os.environ, elastic_secret.VARIABLE: seal.secret}  # not among the arguments, which all users see
+    subprocess.Popen(command, env=env, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
 
 class Agent(LocalElasticAgent):
@@ -347,7 +365,7 @@ def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report
     same = ["--nproc", str(config.nproc_per_node), *parsed.training_script_args]
     admitted = False
     while not admitted:
-        found = meeting(config.rdzv_endpoint, config.min_nodes, config.max_nodes, wait_seconds)
+        found = meeting(config.rdzv_endpoint, config.min_nodes, config.max_nodes, wait_seconds, absolute_save(same)[1])
         with found.explained():
             admitted = admit(found, same)
     spec = WorkerSpec(
@@ -378,5 +396,5 @@ def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(RuntimeError):
-            if last_words(found.store):  # else this node leaves, and the others continue
+            if last_words(found.store, found.seal):  # else this node leaves, and the others continue
                 found.shutdown()

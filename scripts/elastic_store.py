@@ -5,34 +5,44 @@ It imports little, because the agents wait for it.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from pathlib import Path
 
-import torch.distributed as dist
+from elastic_secret import VARIABLE, Seal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megazero.comm.launch.listening import host_store
 
 RUN = "elastic"  # a store is for one run
 STATE = f"torch.rendezvous.{RUN}"  # key of the agents' agreement
+NOTHING = "nothing"  # its value before the first agreement
 COMMAND = "megazero/command"  # key of the command of the first node
 END = "megazero/end"  # key of the last words of the run
-LINGER_SECONDS = 5.0  # in which all agents read them
+SILENCE = "megazero/silence"  # key of the seconds since the agreement last changed: each sign of life changes it
+LINGER_SECONDS = 5.0  # in which all agents read the last words
 LEFT_SECONDS = 600.0  # after which a store without agents ends
 
 
-def keep_store(host: str, port: int) -> None:
+def keep_store(host: str, port: int, seal: Seal) -> None:
     """Be the store until the run has ended, or no agent has given a sign of life for long."""
     try:
-        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
-    except dist.DistError:
+        store = host_store(host, port)
+    except OSError:
         return  # another one has the port
     state, since = b"", time.monotonic()
     while True:
         time.sleep(1)
-        now = store.get(STATE) if store.check([STATE]) else b""
+        now = store.compare_set(STATE, "", NOTHING)  # unlike `get`, it does not wait for the key
         if now != state:
             state, since = now, time.monotonic()
-        if time.monotonic() - since > (LINGER_SECONDS if store.check([END]) else LEFT_SECONDS):
+        silence = time.monotonic() - since
+        store.set(SILENCE, seal.close(SILENCE, str(silence).encode()))
+        if silence > (LINGER_SECONDS if seal.read(store, END) is not None else LEFT_SECONDS):
             return
 
 
 if __name__ == "__main__":
-    keep_store(sys.argv[1], int(sys.argv[2]))
+    keep_store(sys.argv[1], int(sys.argv[2]), Seal(os.environ[VARIABLE]))

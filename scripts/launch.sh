@@ -36,6 +36,8 @@ Environment:
   OMP_NUM_THREADS   CPU threads of a rank; default: the number of cores / N
   ELASTIC_LOST_SECONDS
                 --elastic: whole seconds without a sign of life of a node, after which it is lost; default: 8
+  ELASTIC_SECRET    --elastic: what proves that a node belongs to the run, the same for all; default: the content of
+                    elastic.key in --save, which the first node makes for this user alone
   TORCH_FR_DUMP_TEMP_FILE
                     GPUs: files of the last NCCL calls; default: nccl_trace_rank_ in --log-dir. megazero/environment.py
                     has the defaults of torch's other variables
@@ -117,14 +119,14 @@ export PYTHONFAULTHANDLER=1 # a crash prints a traceback
 # After a time-out, NCCL's last calls are written to these files.
 export TORCH_FR_DUMP_TEMP_FILE="${TORCH_FR_DUMP_TEMP_FILE:-$log_dir/nccl_trace_rank_}"
 
-# Port 0: torchrun finds a free one, so that two runs on a machine do not collide. exec: the exit code is that of the
-# launcher, and signals reach it, not this shell. If the console is a terminal, rank 0 writes to it directly, because of
-# its progress bar; otherwise torchrun copies its lines from its files, with a prefix: the role, which is empty.
+# exec: the exit code is that of the launcher, and signals reach it, not this shell. If the console is a terminal, rank 0
+# writes to it directly, because of its progress bar; otherwise torchrun copies its lines from its files, with a prefix:
+# the role, which is empty.
 others=
 for ((rank = 1; rank < nproc; rank++)); do others+=,$rank:3; done
 options=(--redirects "0:0$others")
 if [ ! -t 1 ]; then options=(--redirects 3 --tee 0:3); fi
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'
+if [ -n "$elastic" ]; then options+=(--rdzv-backend c10d --rdzv-endpoint "${endpoint:-localhost:0}"); fi
 exec "$python" "$root/scripts/launch_ranks.py" "$log_dir/ranks" "$wait" --nnodes "$nodes" --nproc-per-node "$nproc" \
-  --role "" --rdzv-backend c10d --rdzv-endpoint "${endpoint:-localhost:0}" --rdzv-id "$(date +%Y%m%d-%H%M%S)" \
-  ${options[@]+"${options[@]}"} "$program" ${flags[@]+"${flags[@]}"}
+  --role "" "${options[@]}" "$program" ${flags[@]+"${flags[@]}"}

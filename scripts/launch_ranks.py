@@ -8,13 +8,19 @@ traceback go to LOG_DIR/torchrun.log.
 from __future__ import annotations
 
 import logging
+import secrets
 import sys
+import time
 from pathlib import Path
 
 import elastic_agent
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megazero.comm.launch.listening import LOOPBACK, host_store
 
 LAST_LINES = 20  # of the stderr of a rank that failed without a message
 
@@ -35,7 +41,7 @@ def main(log_dir: Path, wait_minutes: str, arguments: list[str]) -> int:
         if wait_minutes:
             elastic_agent.run(log_dir, arguments, 60 * float(wait_minutes), lambda error: report(error, log_dir))
         else:
-            run.main(["--log-dir", str(log_dir), *arguments])
+            run_alone(log_dir, arguments)
     except elastic_agent.Ended as end:
         print(f"\nlaunch.sh: {end}", file=sys.stderr)
         return end.code
@@ -47,6 +53,19 @@ def main(log_dir: Path, wait_minutes: str, arguments: list[str]) -> int:
         print(f"launch.sh: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
     return 0
+
+
+def run_alone(log_dir: Path, arguments: list[str]) -> None:
+    """Run torchrun's `arguments` on this machine, whose ranks meet at a store that no other machine reaches.
+
+    torchrun's own choice for one machine is a store at all addresses, and agents that unpickle values of its clients.
+    Its static rendezvous unpickles nothing. It opens its store with multi_tenant at a port of this process that has a
+    store already: that of the first one.
+    """
+    store = host_store(LOOPBACK, 0, multi_tenant=True)
+    where = ["--rdzv-backend", "static", "--rdzv-endpoint", f"{store.host}:{store.port}"]
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(8)}"
+    run.main(["--log-dir", str(log_dir), *where, "--rdzv-id", name, *arguments])
 
 
 def report(error: ChildFailedError, log_dir: Path) -> tuple[str, int]:

@@ -25,7 +25,10 @@ def counting(folder: Path, nodes: str, *words: object, lost: int = NEVER_LOST) -
 
 def test_a_lost_node_is_noticed_and_one_that_comes_back_is_taken_in(tmp_path):
     with counting(tmp_path, "2:3", 10**6, lost=LOST_SECONDS) as run:
-        run.start("a", "b", "c")
+        run.start("a", "b")
+        run.ahead = 60  # no node may be lost because of that
+        run.start("c")
+        run.ahead = -12
         run.generation(0, "a", "b", "c")
         run.kill("b")
         run.generation(1, "a", "c")
@@ -78,7 +81,11 @@ def test_a_node_with_another_command_does_not_join(tmp_path):
         others = (
             ("c", [*save, "--lr", "2e-3"], f"this node has --lr 2e-3, and the run at {where} has --lr 1e-3; start the"),
             ("d", [*save, *lr, "--swiglu"], f"this node has --swiglu, and the run at {where} has no further flag; sta"),
-            ("e", ["--save=t", *lr], f"--rdzv-endpoint {where} serves the run that saves in {tmp_path}/s; give this"),
+            (
+                "e",
+                ["--save", f"{tmp_path}/t"],
+                f"--rdzv-endpoint {where} serves another run, whose secret is not that of",
+            ),
         )
         for name, flags, _ in others:
             run.flags = [*steps, *flags]
@@ -111,10 +118,10 @@ def test_a_store_that_goes_away_is_asked_again(monkeypatch):
     import elastic_agent
 
     answer, gone = elastic_agent.last_words, [dist.DistNetworkError("gone")]
-    monkeypatch.setattr(elastic_agent, "last_words", lambda store: answer(store) if not gone else fail(gone.pop()))
-    monkeypatch.setattr(elastic_agent, "_matches_machine_hostname", lambda host: False)  # else it starts a store
+    monkeypatch.setattr(elastic_agent, "last_words", lambda *it: answer(*it) if not gone else fail(gone.pop()))
+    monkeypatch.setattr(elastic_agent, "is_here", lambda host: False)  # else it starts a store
     new = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    elastic_agent.connect("127.0.0.1", new.port).set("key", "value")
+    elastic_agent.connect("127.0.0.1", new.port, elastic_agent.Seal("secret")).set("key", "value")
     assert new.get("key") == b"value"
 
 

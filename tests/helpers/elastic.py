@@ -34,9 +34,10 @@ class ElasticRun:
             program: instead of pretrain_gpt.py, a program that takes `folder` and `flags`.
             lost: seconds without a sign of life after which a node is lost.
 
-        Nodes that are started next wait `wait` minutes for MIN nodes, and have `ranks` ranks.
+        Nodes that are started next wait `wait` minutes for MIN nodes, and have `ranks` ranks. With `program`, their
+        clocks are `ahead` seconds fast.
         """
-        self.ranks = 1
+        self.ranks, self.ahead = 1, 0
         self.folder, self.nodes, self.flags, self.wait = folder, nodes, [str(flag) for flag in flags], 5.0
         self.lost = lost
         self.port, self.program = free_port(), program
@@ -55,6 +56,8 @@ class ElasticRun:
         """Start nodes; one of a name that was lost is that machine, which came back."""
         for name in names:
             env = {"MEGAZERO_NODE": name, "OMP_NUM_THREADS": "1", "ELASTIC_LOST_SECONDS": str(self.lost)}
+            if "--save" not in self.flags:  # else the secret is in that folder
+                env["ELASTIC_SECRET"] = "of these nodes"
             out = self.folder / f"node-{name}.log"
             self.running[name] = self._warm(env, out) if self.program else self._cold(env, out)
 
@@ -73,7 +76,10 @@ class ElasticRun:
         words = [self.folder / "ranks", self.wait, "--nnodes", self.nodes, "--nproc-per-node", self.ranks, "--role", ""]
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--redirects", 3, "--tee", 3]
         env = {**env, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${role_name}"}
-        return WarmProgram("scripts/launch_ranks.py", [*words, self.program, self.folder, *self.flags], env, (out, out))
+        words += [self.program, self.folder, *self.flags]
+        if self.ahead:
+            return WarmProgram("tests/end_to_end/fast_clock.py", [self.ahead, *words], env, (out, out))
+        return WarmProgram("scripts/launch_ranks.py", words, env, (out, out))
 
     def processes(self, name: str) -> list[int]:
         """The agent of a node, then its rank."""

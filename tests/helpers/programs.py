@@ -122,6 +122,29 @@ def descendants(pid: int) -> list[int]:
     return [pid, *(each for child in children for each in descendants(int(child)))]
 
 
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Addresses and ports at which a process accepts connections."""
+    links = [os.path.realpath(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    inodes = {found[1] for link in links if (found := re.search(r"socket:\[(\d+)\]", link))}
+    found = []
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in inodes:
+                words = bytes.fromhex(local.partition(":")[0])  # of four bytes, each in the machine's order
+                address = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                found.append((socket.inet_ntop(family, address), int(local.partition(":")[2], 16)))
+    return found
+
+
+def own_address() -> str:
+    """This machine's address on the way to others; empty if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return probe.getsockname()[0]
+    return ""
+
+
 def can_print_stacks(pid: int) -> bool:
     """Return whether it is a warm program, or a process that one forked."""
     caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)

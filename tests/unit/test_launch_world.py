@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -16,10 +17,11 @@ import torch
 from megazero.comm.launch import launch, meeting
 from megazero.comm.launch.agreement import difference
 from megazero.comm.launch.errors import PeerLost, peer_errors, ranks_text
+from megazero.comm.launch.listening import is_here, listen
 from megazero.comm.launch.world import World, read_world
 from megazero.comm.mesh.mesh import Mesh
 from megazero.plan.layout.topology import Layout
-from tests.helpers.programs import free_port
+from tests.helpers.programs import free_port, listening, own_address
 from tests.helpers.ranks import Program, Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +145,33 @@ def test_a_launcher_that_is_gone_is_not_waited_for(listener: socket.socket, monk
     listener.close()
     with pytest.raises(PeerLost, match=r"torchrun does not answer at MASTER_ADDR.*was it started"):
         launch.start(World(0, 2, 0, "torchrun"), torch.device("cpu"), 10)
+
+
+def test_a_store_listens_at_the_address_of_its_endpoint() -> None:
+    """A name that leads to a loopback address here alone, and an address of a router, must be reached from outside."""
+    everywhere, own = ("::" if socket.has_dualstack_ipv6() else "0.0.0.0"), own_address()
+    cases = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "192.0.2.1": everywhere}
+    cases |= {own: own} if own else {}
+    if socket.gethostbyname(socket.gethostname()).startswith("127."):
+        cases[socket.gethostname()] = everywhere
+    for host, wanted in cases.items():
+        with listen(host, 0) as found:
+            assert found.getsockname()[0] == wanted, host
+            with pytest.raises(OSError) as taken:
+                listen(host, found.getsockname()[1])
+            assert taken.value.errno == errno.EADDRINUSE
+    assert is_here("localhost") and is_here(socket.gethostname()) and not is_here("192.0.2.1")
+
+
+def test_the_store_of_one_node_is_for_that_node_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks find it there, also if they were given another address."""
+    before, ranks = set(listening(os.getpid())), [World(rank, 2, rank, "torchrun") for rank in (0, 1)]
+    for local, host in ((2, own_address() or "192.0.2.1"), (1, "127.0.0.1")):
+        set_env(monkeypatch, f"MASTER_ADDR={host} MASTER_PORT={free_port()} LOCAL_WORLD_SIZE={local}")
+        stores = [meeting._open_store(rank, 60) for rank in ranks]
+        stores[0].set("key", "value")
+        assert stores[1].get("key") == b"value"
+        assert {address for address, _ in set(listening(os.getpid())) - before} == {"127.0.0.1"}
 
 
 def test_the_same_rank_twice_and_another_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +333,14 @@ def test_gloo_uses_the_interface_of_the_route_to_rank_0(monkeypatch: pytest.Monk
         address = probe.getsockname()[0]
     name = launch.interface_of(address)
     assert name in dict(socket.if_nameindex()).values() and name != launch.interface_of("127.0.0.1")
-    for given, towards, wanted in ((None, address, name), (None, "127.0.1.1", name), ("mine", address, "mine")):
+    local = launch.interface_of("127.0.0.1")  # for ranks of one node
+    for given, towards, wanted in (
+        (None, address, name),
+        (None, "127.0.1.1", name),
+        ("mine", address, "mine"),
+        (None, "", local),
+        ("mine", "", "mine"),
+    ):
         monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": given} if given else {})
         launch._choose_interface(towards)
         assert os.environ["GLOO_SOCKET_IFNAME"] == wanted
@@ -318,8 +354,8 @@ def test_a_machine_whose_gpus_are_hidden_trains_on_its_cpu(visible: str, monkeyp
     assert launch.pick_device(World(0, 1, 0, "single")) == torch.device("cpu")
 
 
-@pytest.mark.parametrize(("on_this_machine", "wanted"), [("2", ["node0"]), ("4", [])])
-def test_only_ranks_of_several_machines_need_it(
+@pytest.mark.parametrize(("on_this_machine", "wanted"), [("2", ["node0"]), ("4", [""])])
+def test_ranks_of_several_machines_need_it(
     on_this_machine: str, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[str] = []

@@ -24,7 +24,7 @@ def make_folder() -> Path:
     """Make a folder for this process, the agent, locked until its end; delete those of agents that were killed."""
     temporary, prefix = Path(tempfile.gettempdir()), "megazero-agent-"
     for left in temporary.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # its agent lives, or is another user's
+        with contextlib.suppress(OSError):  # its agent lives, or it is another user's, or no folder
             _lock(left)
             shutil.rmtree(left, ignore_errors=True)
     new = Path(tempfile.mkdtemp(prefix="megazero-new-"))
@@ -33,9 +33,11 @@ def make_folder() -> Path:
 
 
 def _lock(folder: Path) -> None:
-    """Lock a folder until the end of this process; OSError if another one has."""
-    file = os.open(folder, os.O_RDONLY)
+    """Lock a folder of this user until the end of this process; OSError if another one has, or if it is none."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        if os.fstat(file).st_uid != os.geteuid():
+            raise PermissionError(f"{folder} is another user's")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(file)

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from megazero.comm.launch import agent
 from megazero.comm.launch.errors import peer_errors
+from megazero.comm.launch.listening import LOOPBACK
 from megazero.comm.launch.meeting import meet
-from megazero.comm.launch.world import World, local_size, under_torchrun
+from megazero.comm.launch.world import World, one_node, under_torchrun
 from megazero.config.model_options import Precision
 from megazero.environment import check_allocator_settings
 from megazero.log import log
@@ -137,8 +138,7 @@ def start(world: World, device: torch.device, timeout_minutes: float) -> tuple[s
     with limit(world, 60 * (minutes + timeout_minutes + 1), "joining the other ranks"):
         store = meet(world, device, 60 * minutes)
         _connect_lazily(world.size)
-        if world.size > local_size(world):
-            _choose_interface(os.environ["MASTER_ADDR"])
+        _choose_interface("" if one_node(world) else os.environ["MASTER_ADDR"])
         with peer_errors("joining the other ranks"):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -164,10 +164,17 @@ def _connect_lazily(num_ranks: int) -> None:
 
 
 def _choose_interface(address: str) -> None:
-    """Make gloo use the network interface of the route to rank 0.
+    """Make gloo use the network interface of the route to rank 0, or the loopback one if all ranks are on one node.
 
     By default gloo resolves this machine's own name, which is often a loopback address in /etc/hosts or a slow card.
+
+    Args:
+        address: of rank 0; empty: this node.
     """
+    if not address:
+        if name := interface_of(LOOPBACK):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        return
     # On rank 0's machine its address may be a loopback one; the default route then leads to OUTSIDE.
     for target in (address, OUTSIDE):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):

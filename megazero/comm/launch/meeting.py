@@ -10,6 +10,7 @@ When the tokens at all seats have replied, the ranks have met. Keys of this meet
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import socket
 import threading
@@ -23,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm.launch.errors import PeerLost, ranks_text
-from megazero.comm.launch.world import World, agent_store, number
+from megazero.comm.launch.listening import LOOPBACK, host_store
+from megazero.comm.launch.world import World, agent_store, number, one_node
 
 ANSWER_SECONDS = 30.0  # until torchrun's store answers; the store of rank 0 may start later
 FIRST_PAUSE, LAST_PAUSE = 0.005, 0.25  # seconds between questions to the store
@@ -62,21 +64,22 @@ def within(seconds: float, function: Callable[[], T]) -> T:
 
 
 def _open_store(world: World, seconds: float) -> dist.Store:
-    """Connect to the store, and start it on rank 0 if torchrun has not."""
+    """Connect to the store, and start it on rank 0 if torchrun has not, at a loopback address if there is one node."""
     host, port = os.environ["MASTER_ADDR"], number("MASTER_PORT")
     server, is_server = "torchrun" if agent_store() else "rank 0", world.rank == 0 and not agent_store()
+    where = LOOPBACK if one_node(world) and not agent_store() else host
     patience = ANSWER_SECONDS if agent_store() else seconds  # torchrun listens before it starts its ranks
     timeout = datetime.timedelta(seconds=patience)
 
     def connect() -> dist.Store:
-        store = dist.TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=timeout)
+        store = (host_store if is_server else dist.TCPStore)(where, port, wait_for_workers=False, timeout=timeout)
         store.set_timeout(datetime.timedelta(seconds=seconds))
         return store
 
     try:
         store = within(patience + ANSWER_SECONDS, connect)
-    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
-        if "EADDRINUSE" in str(error):
+    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise ValueError(
                 f"MASTER_PORT={port} is taken on this machine, perhaps by another run; export another port before the "
                 f"ranks are started, or end the process that uses it (see `ss -ltnp 'sport = :{port}'`)"

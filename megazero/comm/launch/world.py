@@ -105,6 +105,11 @@ def local_size(world: World) -> int:
     return int(size) if size.isdecimal() else 1
 
 
+def one_node(world: World) -> bool:
+    """Return whether all ranks are on this node."""
+    return world.size == local_size(world)
+
+
 def num_nodes(world: World) -> int:
     """Return the number of nodes of the run. ValueError if they have unequal numbers of ranks."""
     nodes, rest = divmod(world.size, local_size(world))
