@@ -1,7 +1,7 @@
 # The developer's commands. `bash scripts/test.sh` once makes .venv with all that they need.
 BIN := .venv/bin
 
-.PHONY: help check format test test-all test-gpu chaos mutate bench paper test-machines same-bits
+.PHONY: help check format test test-second test-all test-gpu chaos mutate bench paper test-machines same-bits
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -11,19 +11,22 @@ check:  ## format, lint, imports, types of the pure folders, short unit tests
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not long" tests/unit
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not second and not gpu and not long" tests/unit
 
 format:  ## rewrite all files in the house's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test:  ## the default suite, as CI runs it
+test:  ## the default suite
 	bash scripts/test.sh
 
-test-all:  ## and what is marked slow
+test-second:  ## the second ring: tests of rarer regressions, which CI runs after the default suite
+	bash scripts/test.sh -m "second and not slow and not gpu"
+
+test-all:  ## the default suite, the second ring and slow tests
 	bash scripts/test.sh -m "not gpu"
 
-test-machines:  ## the default suite on seven imitated CPUs, and with two and four threads: an hour
+test-machines:  ## the default suite on seven imitated CPUs, with two and four threads, and under jitter: an hour
 	$(BIN)/python -m tests.machines
 
 test-gpu:  ## what needs a GPU

@@ -17,6 +17,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is imported: its kernels run on the CPU
 
+from tests.helpers.cpu_seconds import CpuSeconds
 from tests.helpers.parsers import remember_parsers
 from tests.helpers.programs import PRELOADED
 from tests.helpers.ranks import Forked, Ranks
@@ -39,6 +40,14 @@ with contextlib.suppress(OSError):  # a sandbox may refuse
 remember_parsers()
 START = Forked(PRELOADED)
 POOLS: dict[int, Ranks] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-budget", type=float, default=0.0, help="fail if all tests take more CPU seconds than this")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuSeconds(config.getoption("--cpu-budget")))
 
 
 def uses_ranks(item: pytest.Item) -> bool:

@@ -1,7 +1,8 @@
 """The default suite on imitated CPUs: `make test-machines`, or `python -m tests.machines PYTEST ARGUMENTS`.
 
 A CPU's instructions decide how a library cuts a sum, so that results differ in their last bits. Environment variables
-make torch's operators, MKL and oneDNN take the code of older CPUs; MKL_CBWR gives every CPU the same code.
+make torch's operators, MKL and oneDNN take the code of older CPUs; MKL_CBWR gives every CPU the same code. Then twice
+on a machine under load: tests/jitter.py stops random processes.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ SUMMARY = re.compile(r"\d+ (?:passed|failed|error).* in [\d.]+s")
 
 
 class Machine(NamedTuple):
-    """Variables that imitate a machine, and the number of pytest's workers."""
+    """Variables that imitate a machine, the number of pytest's workers, and the seed of jitter; 0: without."""
 
     env: dict[str, str]
     workers: int = 2
+    seed: int = 0
 
 
 MACHINES = (
@@ -35,6 +37,8 @@ MACHINES = (
     Machine({"MKL_CBWR": "COMPATIBLE"}, workers=4),
     Machine({"TEST_THREADS": "2"}),
     Machine({"TEST_THREADS": "4"}),
+    Machine({}, seed=1),
+    Machine({}, workers=1, seed=2),
 )
 
 
@@ -42,10 +46,11 @@ def main(arguments: list[str]) -> int:
     """Run pytest on each machine, print a line for each, and return the number of those that failed."""
     failed = 0
     for machine in MACHINES:
-        name = " ".join(f"{variable}={value}" for variable, value in machine.env.items())
+        name = " ".join(f"{variable}={value}" for variable, value in machine.env.items()) or f"jitter {machine.seed}"
+        jitter = [sys.executable, "-m", "tests.jitter", "--seed", str(machine.seed), "--"] if machine.seed else []
         start = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-n", str(machine.workers), "--dist", "worksteal", *arguments],
+            [*jitter, sys.executable, "-m", "pytest", "-n", str(machine.workers), "--dist", "worksteal", *arguments],
             cwd=ROOT,
             env={**os.environ, **machine.env},
             capture_output=True,

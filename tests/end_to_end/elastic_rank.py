@@ -1,6 +1,7 @@
 """Stands in for pretrain_gpt.py in tests of agents: it counts iterations in a file, and imports no torch.
 
 Words: the folder of the file, the iterations to do, those at which rank 0 fails (0: it refuses to start), and flags.
+Rank 0 fails only once all ranks have begun, so that each has printed its line and ignores TERM.
 Other ranks of its node do not hear TERM, as in a collective that hangs.
 """
 
@@ -34,6 +35,9 @@ print(
     flush=True,
 )
 agent.leave(agent.BEGAN, str(began))
+gate = Path(sys.argv[1], f"began-{os.environ['TORCHELASTIC_RESTART_COUNT']}")
+gate.mkdir(exist_ok=True)
+(gate / os.environ["RANK"]).touch()
 while done() < steps:
     time.sleep(0.05)
     if agent.read(agent.LOST):
@@ -43,6 +47,8 @@ while done() < steps:
         sys.exit(75)
     if rank == 0:
         if done() in failing:
+            while len(list(gate.iterdir())) < int(os.environ["WORLD_SIZE"]):
+                time.sleep(0.05)
             sys.exit(f"a fault in iteration {done()}")
         part = count.with_suffix(".part")
         part.write_text(str(done() + 1))

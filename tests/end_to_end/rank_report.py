@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 
 def coordinates() -> tuple[int, int, int]:
@@ -40,6 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fail-rank", type=int, help="the rank that exits with --fail-code")
     parser.add_argument("--fail-code", type=int, default=1)
+    parser.add_argument("--gate", type=Path, help="a folder: the failing rank waits until all have reported there")
     parser.add_argument("--alone", action="store_true", help="sum nothing, which needs no torch")
     parser.add_argument("--hang", action="store_true", help="then all other ranks wait, until a TERM")
     args, _ = parser.parse_known_args()
@@ -59,7 +61,12 @@ def main() -> int:
         report[name] = os.environ.get(name)
     print(json.dumps(report), flush=True)
 
+    if args.gate:
+        args.gate.mkdir(exist_ok=True)
+        (args.gate / str(rank)).touch()
     if rank == args.fail_rank:
+        while args.gate and len(list(args.gate.iterdir())) < world_size:
+            time.sleep(0.05)
         print(f"rank {rank} fails", file=sys.stderr, flush=True)
         return args.fail_code
     if args.hang:

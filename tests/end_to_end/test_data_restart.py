@@ -98,6 +98,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, small_disk: Path) -> None:
     assert content(small_disk / "p") == content(tmp_path / "whole" / "p")
 
 
+@pytest.mark.second
 def test_an_array_of_jobs_makes_the_parts(tmp_path: Path) -> None:
     """The batch script as SLURM would run its tasks."""
     text = write_text(tmp_path / "a.jsonl", 300)

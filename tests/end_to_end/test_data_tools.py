@@ -60,6 +60,7 @@ def test_train_preprocess_peek(tmp_path: Path) -> None:
     assert "number 2." not in done.stdout
 
 
+@pytest.mark.second
 def test_gpt2_vocabulary(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     files = download_gpt2(request)
     (tmp_path / "a.jsonl").write_text('{"text": "Hello world"}\n')

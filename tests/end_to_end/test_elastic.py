@@ -23,6 +23,7 @@ def counting(folder: Path, nodes: str, *words: object, lost: int = NEVER_LOST) -
     return ElasticRun(folder, nodes, list(words), STAND_IN, lost)
 
 
+@pytest.mark.second
 def test_a_lost_node_is_noticed_and_one_that_comes_back_is_taken_in(tmp_path):
     with counting(tmp_path, "2:3", 10**6, lost=LOST_SECONDS) as run:
         run.start("a", "b")
@@ -60,6 +61,7 @@ def test_failures_without_progress_end_the_run(tmp_path):
         assert said.rstrip().endswith("a fault in iteration 5") and " 0 ended with exit code 1" in said
 
 
+@pytest.mark.second
 def test_a_run_that_never_trained_is_not_tried_again(tmp_path):
     with counting(tmp_path, "2:2", 9, 0) as run:
         run.start("a", "b")

@@ -23,6 +23,7 @@ from scripts.generate import Options
 from scripts.generate import main as generate
 from tests.end_to_end.cli import pretrain
 from tests.helpers.ranks import Ranks
+from tests.helpers.rings import by_default
 from tests.reference_run import read_checkpoint, write_corpus
 
 LAYERS, HIDDEN, HEADS, LENGTH, WORDS = 2, 30, 3, 11, 61
@@ -324,7 +325,7 @@ def on_a_rank(rank: int, path: Path, layout: Layout, prompts: list[list[int]]) -
 @pytest.mark.parametrize(
     "layout",
     [
-        *(Layout(tp=3), Layout(pp=2), Layout(dp=2), Layout(cp=2)),
+        *by_default([Layout(tp=3), Layout(pp=2), Layout(dp=2), Layout(cp=2)], 0, 3),
         *(pytest.param(Layout(dp=2, **more), marks=pytest.mark.slow) for more in ({"pp": 2}, {"cp": 2})),
     ],
     ids=str,

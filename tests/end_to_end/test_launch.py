@@ -52,7 +52,8 @@ def test_ranks_meet_and_log_under_the_log_dir(tmp_path):
 
 def test_the_last_words_are_those_of_the_rank_that_failed_first(tmp_path):
     """Its exit code is the launcher's. Without a message left for torchrun, the end of its stderr."""
-    done = launch("--nproc", "2", "--fail-rank", "1", "--fail-code", "7", "--hang", "--alone", cwd=tmp_path)
+    failing = ("--fail-rank", "1", "--fail-code", "7", "--gate", "gate")
+    done = launch("--nproc", "2", *failing, "--hang", "--alone", cwd=tmp_path)
     assert done.returncode == 7
     end = done.stderr.splitlines()[-2:]
     assert re.fullmatch(r"rank 1 ended with exit code 7 \(.*/1/stderr\.log\):", end[0]) and end[1] == "rank 1 fails"
@@ -61,6 +62,7 @@ def test_the_last_words_are_those_of_the_rank_that_failed_first(tmp_path):
     assert [r["rank"] for r in reports(tmp_path / "runs" / "ranks")] == [0, 1]
 
 
+@pytest.mark.second
 def test_a_refusal_is_the_last_line(tmp_path):
     """Every rank refuses; the launcher repeats the message at the end."""
     done = launch("--nproc", "2", "--lr", "1e30", cwd=tmp_path, PROGRAM=str(ROOT / "pretrain_gpt.py"))
@@ -71,6 +73,7 @@ def test_a_refusal_is_the_last_line(tmp_path):
     )
 
 
+@pytest.mark.second
 def test_ranks_that_are_done_skip_pythons_clean_up(tmp_path):
     """There a rank can abort after its save; so a SLURM job ended with 143, and was not requeued."""
     program = tmp_path / "planted.py"
@@ -85,6 +88,7 @@ def test_ranks_that_are_done_skip_pythons_clean_up(tmp_path):
     assert "saved/iter_0000001" in done.stdout
 
 
+@pytest.mark.second
 def test_on_a_terminal_rank_0_has_it(tmp_path):
     """So its progress bar is one; the other rank's output is in its file."""
     ours, theirs = pty.openpty()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.cli import metrics, pretrain
+from tests.helpers.rings import by_default
 
 TINY = (
     "--preset tiny --num-layers 4 --hidden-size 64 --seq-length 64 --tokenizer byte --mock-data --global-batch-size 8 "
@@ -27,7 +28,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
+    "ranks",
+    [*by_default([1, 2, 3], 2), pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)],
 )
 def test_any_number_of_ranks_trains_the_same_curve(ranks: int, given: Path, tmp_path: Path) -> None:
     """A sum of fp32 products differs between layouts by its order alone."""
@@ -63,6 +65,7 @@ def test_the_config_of_a_run_is_its_layout(tmp_path: Path) -> None:
     assert values["micro-batch-size"] == 2 and "recompute" not in values
 
 
+@pytest.mark.second
 def test_a_plan_and_a_rehearsal_choose_too(tmp_path: Path) -> None:
     done = pretrain(*TINY.split(), *"--plan --layout auto --world-size 6 --device-type cpu --log-dir".split(), tmp_path)
     assert done.returncode == 0 and "chosen by --layout auto: " in done.stdout, done.stderr

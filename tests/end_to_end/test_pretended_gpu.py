@@ -48,6 +48,7 @@ def run(model: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.second
 def test_a_resumed_run_has_the_same_losses(run: Path, model: list[object], tmp_path: Path) -> None:
     resumed = ["--load", run / "saved" / "iter_0000002", "--log-dir", tmp_path / "log"]
     _, [waits] = on_gpu(tmp_path / "report", "pretrain_gpt.py", *model, *TRAINING, *resumed)

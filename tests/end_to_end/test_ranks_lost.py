@@ -178,6 +178,7 @@ def rank_processes(torchrun: int) -> list[int]:
     return [int(pid) for pid in children if b"pretrain_gpt" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+@pytest.mark.second
 def test_ranks_end_when_torchrun_is_killed(model: list[Any], tmp_path: Path) -> None:
     torchrun = "-m torch.distributed.run --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node 2".split()
     command = [sys.executable, *torchrun, "pretrain_gpt.py", *model, *LASTING]
@@ -379,6 +380,7 @@ def test_a_rank_that_hears_nothing_ends_when_another_fails(start: Start) -> None
         assert words in said or (failing == 0 and "a bad token" in said)
 
 
+@pytest.mark.second
 def test_a_killed_run_resumes_from_memory(start: Start, model: list[object], tmp_path: Path) -> None:
     """Kill both ranks after 5 iterations at least; the same command then continues from a later one than the disk's."""
     flags: list[object] = [*model, "--log-interval", 1, "--train-iters", 40]

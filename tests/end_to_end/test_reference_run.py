@@ -225,9 +225,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("fp32", "fp16", "experts") else pytest.mark.slow) for n in CASES]
-)
+RINGS = {"fp32": (), "fp16": (), "experts": pytest.mark.second}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=RINGS.get(n, pytest.mark.slow)) for n in CASES])
 def test_a_run_with_everything_on(name: str, blend: list[str], tmp_path: Path) -> None:
     case = CASES[name]
     flags = {**case.flags, "data-path": blend}

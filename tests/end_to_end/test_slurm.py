@@ -70,7 +70,7 @@ def test_ranks_meet(cluster, tmp_path, num_nodes, tasks_per_node):
 
 
 def test_a_failing_rank_ends_the_others_and_gives_the_job_its_exit_code(cluster, tmp_path):
-    flags = ["--fail-rank", "2", "--fail-code", "7", "--hang", "--alone"]
+    flags = ["--fail-rank", "2", "--fail-code", "7", "--hang", "--alone", "--gate", str(tmp_path / "gate")]
     job = cluster.wait(submit(cluster, tmp_path, ["--nodes=2", "--ntasks-per-node=2"], flags))
     log = batch_log(tmp_path, job)
     assert (job.state, job.exit_code) == ("FAILED", "7:0"), log

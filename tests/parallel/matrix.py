@@ -151,13 +151,13 @@ FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "
 FROZEN_ON_GPU = ("token_embedding.*", "blocks.0.*", "blocks.1.mlp.*")  # its models are smaller
 BLOCKED = {"hidden_size": 96, "kv_channels": 32}  # rows of most matrices are whole blocks, on any number of ranks
 SAMPLES = 2  # of a micro-batch
-EXPERTS_BY_DEFAULT = 10  # cases of up to two ranks; the others are slow
-NUMBERS_BY_DEFAULT = 10  # they hold most pairs of the matrix of precisions
-ON_GPU_BY_DEFAULT = 9, 2  # and of that on the pretended GPU: cases of up to two ranks, of four
+# Generated cases in the default suite, and in both rings of tests: those that add most pairs. The others are slow.
+EXPERTS_BY_DEFAULT, EXPERTS_IN_RINGS = 7, 10  # of up to two ranks
+NUMBERS_BY_DEFAULT, NUMBERS_IN_RINGS = 6, 10
+ON_GPU_BY_DEFAULT, ON_GPU_IN_RINGS = (6, 2), (9, 2)  # of up to two ranks, of four
 MAX_WORLD = 8
 BEGINNINGS, TRIES = 6, 12  # of the search for a case: pairs that it begins from, layouts that it tries
-# Generated cases in the default suite: those that add most pairs. The others of two ranks add ten pairs or fewer each.
-BY_DEFAULT, LARGER = 24, 6  # of up to two ranks; of three and four
+BY_DEFAULT, IN_RINGS = (12, 5), (24, 6)  # of up to two ranks, of three and four
 
 
 @dataclass(frozen=True)
@@ -450,11 +450,23 @@ ANCHORS: list[Choice] = [
 ]
 
 
+# Levels that the default suite otherwise lacks.
+LEVELS: list[Choice] = [{"pp": 3, "micro_batches": 2}, {"pp": 4, "micro_batches": 3}, {"tp": 4, "micro_batches": 2}]
+
+
 class Covers(NamedTuple):
-    """The generated choices, in which all pairs meet."""
+    """The generated choices, in which all pairs meet: those of the default suite, of the second ring, and slow ones."""
 
     default: list[Choice]
+    second: list[Choice]
     slow: list[Choice]
+
+    @classmethod
+    def split(cls, *parts: tuple[list[Choice], int, int]) -> Covers:
+        """Divide lists of choices. Each comes with the numbers of those in the default suite, and in both rings."""
+        default = [choice for choices, first, _ in parts for choice in choices[:first]]
+        second = [choice for choices, first, both in parts for choice in choices[first:both]]
+        return cls(default, second, [choice for choices, _, both in parts for choice in choices[both:]])
 
 
 @cache
@@ -467,14 +479,16 @@ def covers() -> Covers:
     two, four = list(matrix.cover(max_world=2)), list(matrix.cover(max_world=4))
     larger = [*matrix.cover(MAX_WORLD), *matrix.cover(MAX_WORLD, dear=True)]
     assert not count(matrix.missing)
-    default += two[:BY_DEFAULT] + four[:LARGER]
-    return Covers(default, two[BY_DEFAULT:] + four[LARGER:] + larger)
+    plain = {name: levels[0] for name, levels in FACTORS.items()}
+    default += [plain | choice for choice in LEVELS]
+    everything = (default, len(default), len(default)), *zip((two, four), BY_DEFAULT, IN_RINGS, strict=True)
+    return Covers.split(*everything, (larger, 0, 0))
 
 
 @cache
-def numbers() -> list[Choice]:
-    """The matrix of precisions, on two ranks; the first NUMBERS_BY_DEFAULT are in the default suite."""
-    return list(Matrix(NUMBERS).cover(max_world=2))
+def numbers() -> Covers:
+    """The matrix of precisions, on two ranks."""
+    return Covers.split((list(Matrix(NUMBERS).cover(max_world=2)), NUMBERS_BY_DEFAULT, NUMBERS_IN_RINGS))
 
 
 @cache
@@ -482,13 +496,13 @@ def with_experts() -> Covers:
     """The matrix of experts, on up to four ranks, in fp64."""
     matrix = Matrix(WITH_EXPERTS)
     two = list(matrix.cover(max_world=2))
-    return Covers(two[:EXPERTS_BY_DEFAULT], two[EXPERTS_BY_DEFAULT:] + list(matrix.cover(max_world=4)))
+    return Covers.split((two, EXPERTS_BY_DEFAULT, EXPERTS_IN_RINGS), (list(matrix.cover(max_world=4)), 0, 0))
 
 
 @cache
-def on_gpu() -> tuple[list[Choice], list[Choice]]:
-    """The matrix on the pretended GPU, on up to four ranks: cases of the default suite, and slow ones."""
-    matrix, (small, large) = Matrix(ON_GPU), ON_GPU_BY_DEFAULT
+def on_gpu() -> Covers:
+    """The matrix on the pretended GPU, on up to four ranks."""
+    matrix = Matrix(ON_GPU)
     plain = {name: levels[0] for name, levels in ON_GPU.items()}
     alone = [plain, plain | {"precision": "bf16", "recompute": "full", "host": True, "micro_batches": 3}]
     graphs = plain | {"graphs": True, "micro_batches": 3}
@@ -496,7 +510,8 @@ def on_gpu() -> tuple[list[Choice], list[Choice]]:
     for choice in alone:
         matrix.meet(choice)
     pairs, fours = list(matrix.cover(max_world=2)), list(matrix.cover(max_world=4))
-    return [*alone, *pairs[:small], *fours[:large]], pairs[small:] + fours[large:]
+    generated = zip((pairs, fours), ON_GPU_BY_DEFAULT, ON_GPU_IN_RINGS, strict=True)
+    return Covers.split((alone, len(alone), len(alone)), *generated)
 
 
 def products() -> list[Choice]:
@@ -510,18 +525,18 @@ def products() -> list[Choice]:
     return [layout | way for layout in layouts for way in ways]
 
 
+def in_rings(title: str, found: Covers) -> list[tuple[str, list[Choice]]]:
+    return list(zip((f"{ring}, {title}" for ring in ("default suite", "second ring", "slow")), found, strict=True))
+
+
 def main() -> None:
     found = covers()
     for title, choices in (
-        ("default suite, fp64", found.default),
-        ("slow, fp64", found.slow),
+        *in_rings("fp64", found),
         ("slow, fp64: products", products()),
-        ("default suite, experts in fp64", with_experts().default),
-        ("slow, experts in fp64", with_experts().slow),
-        ("default suite, fp32, bf16, fp16", numbers()[:NUMBERS_BY_DEFAULT]),
-        ("slow, fp32, bf16, fp16", numbers()[NUMBERS_BY_DEFAULT:]),
-        ("default suite, on the pretended GPU", on_gpu()[0]),
-        ("slow, on the pretended GPU", on_gpu()[1]),
+        *in_rings("experts in fp64", with_experts()),
+        *in_rings("fp32, bf16, fp16", numbers()),
+        *in_rings("on the pretended GPU", on_gpu()),
     ):
         print(f"{title}: {len(choices)} cases")
         for choice in choices:

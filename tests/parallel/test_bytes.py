@@ -64,6 +64,7 @@ def more_cases() -> list[Case]:
     return [*found, Case(tp=2, frozen=FROZEN)]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     "case", cases() + [pytest.param(case, marks=pytest.mark.slow) for case in more_cases()], ids=str
 )

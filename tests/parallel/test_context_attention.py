@@ -26,6 +26,7 @@ from megazero.model.layers.scores import Scores
 from megazero.plan.layout.topology import Layout
 from tests.helpers.late import late_collectives
 from tests.helpers.pretended_gpu import GPU, pretended_gpu
+from tests.helpers.rings import by_default
 from tests.helpers.rounding import error_bound
 
 B, HEADS, DIM = 2, 4, 8
@@ -188,7 +189,10 @@ def cases(lengths: Sequence[int], every: bool) -> Iterator[Case]:
 # Lengths modulo ranks: every remainder of two ranks, and unequal shares of three.
 @pytest.mark.parametrize(
     ("count", "every"),
-    [(1, False), (2, False), (3, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 2, 3, 4))],
+    [
+        *by_default([(n, False) for n in (1, 2, 3)], 1),
+        *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 2, 3, 4)),
+    ],
 )
 def test_dealt_tokens_attend_as_whole_samples_do(count: int, every: bool, ranks) -> None:
     """Masks of dropout are those of one rank, too."""
@@ -287,6 +291,7 @@ def rounded(rank: int, ranks: int, case: Case) -> list[tuple[torch.Tensor, torch
     return found
 
 
+@pytest.mark.second
 def test_16_bit_errs_no_more_on_eight_ranks(ranks) -> None:
     """Every number is rounded to 16 bit as often, gradients of keys after they are summed in fp32 over ranks and heads.
 
@@ -318,6 +323,7 @@ def on_a_gpu(rank: int, ranks: int, cases: list[Case]) -> tuple[list[list[float]
     return found, dict(findings.found)
 
 
+@pytest.mark.second
 def test_flash_attention_takes_the_pieces_of_a_gpu(ranks) -> None:
     """One call per run of queries and document; the ring merges. A result is a sum of a few roundings."""
     wanted = [

@@ -222,6 +222,7 @@ def attended(rank: int, dtype: torch.dtype, scores: Scores) -> list[float]:
     return [float((x - exact).norm() / exact.norm()) for x in (ours, alone)]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("scores", [Scores(), Scores(window=7, softcap=2.0, scale=0.5)], ids=["plain", "capped"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_merge_errs_no_more_than_one_rank(dtype: torch.dtype, scores: Scores, ranks: Callable[[int], Ranks]) -> None:

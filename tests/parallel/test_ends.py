@@ -21,6 +21,7 @@ from megazero.model.layers.context import MicroBatchInfo
 from megazero.model.layers.kv_cache import KVCache
 from megazero.price.bytes.estimate import estimate
 from tests import reference
+from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, Outcome, evaluate, global_batch, new_engine, train
 from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, fp64, relative_error
 
@@ -74,17 +75,18 @@ def check(case: Case, outcomes: list[Outcome]) -> None:
     check_bytes(case, outcomes)
 
 
-@pytest.mark.parametrize("case", [fp64(case) for case in CASES], ids=str)
+@pytest.mark.parametrize("case", by_default(map(fp64, CASES), 1, 4, 7), ids=str)
 def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
     check(case, ranks(case.world).run(train, case))
 
 
-@pytest.mark.parametrize("case", [fp64(case) for case in BIASES], ids=str)
+@pytest.mark.parametrize("case", by_default(map(fp64, BIASES), 3), ids=str)
 def test_a_bias_of_the_logits(case: Case, ranks) -> None:
     with biased():
         check(case, ranks(case.world).run(train_biased, case))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_bytes_are_those_estimated_in_16_bits(precision: str, ranks) -> None:
     case = Case(tp=2, sp=True, zero=1, precision=precision, model=ALL_HEADS)

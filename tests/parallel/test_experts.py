@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megazero.model.layers.context import DTYPES
+from tests.helpers.rings import SECOND, by_default
 from tests.parallel import matrix
 from tests.parallel.cases import MODEL, STEPS, Case, train
 from tests.parallel.test_parity import (
@@ -18,6 +19,7 @@ from tests.parallel.test_parity import (
     expected,
     expected_balance,
     fp64,
+    parameters,
     relative_error,
     tolerance,
 )
@@ -72,16 +74,17 @@ CASES = {
 }
 
 
-def matrix_cases(choices: list[matrix.Choice], *marks: pytest.MarkDecorator) -> list[object]:
-    return [pytest.param(matrix.case_of(choice), id=matrix.name_of(choice), marks=marks) for choice in choices]
+BY_DEFAULT = ("one rank", "drops, all", "tp", "dp 3", "more experts than choices", "ep x etp")
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        *[pytest.param(fp64(case), id=name) for name, case in CASES.items()],
-        *matrix_cases(matrix.with_experts().default),
-        *matrix_cases(matrix.with_experts().slow, pytest.mark.slow),
+        *[
+            pytest.param(fp64(case), id=name, marks=() if name in BY_DEFAULT else SECOND)
+            for name, case in CASES.items()
+        ],
+        *parameters(matrix.with_experts()),
     ],
 )
 def test_every_layout_has_the_same_experts(case: Case, ranks) -> None:
@@ -127,7 +130,7 @@ CLEAR_CASES = [
 
 
 @pytest.mark.parametrize(("frozen", "steps"), [((), 1), (SAME_SCORES, STEPS)], ids=["all train", "same scores"])
-@pytest.mark.parametrize("case", CLEAR_CASES, ids=str)
+@pytest.mark.parametrize("case", by_default(CLEAR_CASES, 1, 6), ids=str)
 def test_clear_choices_are_those_of_fp64(case: Case, frozen: tuple[str, ...], steps: int, ranks) -> None:
     """Losses and norms are as near as a dense model's, and loads are equal."""
     case = case._replace(frozen=frozen)

@@ -12,6 +12,8 @@ import torch
 
 from megazero.comm.launch.errors import PeerLost
 from megazero.observe.watchdog import Activity
+from megazero.plan.program.operations import Keep, Op, Open, Recompute
+from megazero.step import memory_report
 from megazero.step.engine import Engine
 from pretrain_gpt import place_of
 from tests.parallel.cases import Case, micro_batches, new_engine
@@ -36,6 +38,19 @@ def fail_in(engine: Engine, block: str, error: BaseException, call: int) -> None
         return forward(*args)
 
     layer.forward = raising
+
+
+def fail_after(engine: Engine, operation: type[Op], call: int) -> None:
+    """Make the interpreter fail after the `call`-th operation of a type."""
+    execute, calls = engine.interpreter._do[operation], []
+
+    def failing(op: Op) -> None:
+        execute(op)
+        calls.append(op)
+        if len(calls) == call:
+            raise MemoryError
+
+    engine.interpreter._do[operation] = failing
 
 
 def numbers(report: str) -> dict[str, list[float]]:
@@ -66,10 +81,14 @@ def test_memory_that_runs_out_is_reported_once_with_the_operation(error: BaseExc
     ],
     ids=str,
 )
-@pytest.mark.parametrize("call", [2, 4])  # a forward of a micro-batch, and a recompute behind a backward
-def test_what_was_held_is_what_was_predicted_for_that_operation(case: Case, call: int) -> None:
+@pytest.mark.parametrize("operation", [Recompute, Keep, Open])
+def test_what_was_held_is_what_was_predicted_for_that_operation(
+    case: Case, operation: type[Op], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bytes: in MiB, one operation of so small a model is rounded off. The operation fails when it has allocated."""
+    monkeypatch.setattr(memory_report, "MIB", 1)
     engine = new_engine(0, case)
-    fail_in(engine, "2", MemoryError(), call)
+    fail_after(engine, operation, call=3)
     with pytest.raises(MemoryError) as raised:
         engine.train_step(1, micro_batches(case, engine.mesh, 0))
     table = numbers(raised.value.__notes__[1])

@@ -21,6 +21,7 @@ LAYOUTS = [
 SLOW = (*COMBINED, "gpt2", "llama", "mistral", "qwen2", "phi3", "olmo2", "starcoder2")
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("name", "case"),
     [

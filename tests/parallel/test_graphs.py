@@ -15,6 +15,8 @@ from tests.parallel.cases import MODEL, Case, Outcome
 from tests.parallel.test_parity import relative_error
 from tests.parallel.test_pretended_gpu import Watched, train_watched
 
+pytestmark = pytest.mark.second
+
 # As many micro-batches in flight as there are: three slots.
 EAGER = Case(
     model=replace(MODEL, num_layers=2), kernels="eager", schedule="gpipe", micro_batches=3, batch=6, precision="fp64"

@@ -14,6 +14,8 @@ from megazero.comm.mesh.groups import GroupMaker
 from megazero.comm.mesh.mesh import Mesh, make_links
 from tests.parallel.cases import Case, Outcome, train, train_on
 
+pytestmark = pytest.mark.second
+
 CPU = torch.device("cpu")
 
 

@@ -175,6 +175,7 @@ def test_the_same_layout_goes_on_to_the_bit(runs: Runs, nodes: str, words: str) 
     assert any(text.endswith("(the disk has 5)") for text in rest.said)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("first", "before", "second", "after"),
     [
@@ -198,6 +199,7 @@ def test_another_layout_goes_on(runs: Runs, first: str, before: str, second: str
 # -- copies that are lost or damaged
 
 
+@pytest.mark.second
 def test_neighbours_that_are_lost_at_once_cost_the_steps_since_the_disk(runs: Runs) -> None:
     """Nodes b and c of four: both copies of b's part are gone."""
     wanted = runs.whole("dp4 zero2", 5, "fp32")
@@ -221,6 +223,7 @@ def test_a_lost_node_is_replaced_by_an_empty_one(runs: Runs) -> None:
     assert any(text.endswith(" s (the disk has none)") for text in rest.said)
 
 
+@pytest.mark.second
 def test_nodes_lost_one_after_the_other_cost_a_step_each(runs: Runs) -> None:
     """Iterations 4 and, without node b, 5 are copied: c is lost next, long before 8, the interval's."""
     wanted = runs.whole("alone", 6)
@@ -245,6 +248,7 @@ def test_damage_is_repaired_from_the_other_copy(runs: Runs) -> None:
     assert f"WARNING: iteration 4 in memory is damaged: {files}; trying other copies" in rest.said
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("damaged", "file", "begins", "words"),
     [
@@ -268,6 +272,7 @@ def test_damage_of_both_copies_costs_a_checkpoint(
     assert any(words in text for text in rest.said), rest.said
 
 
+@pytest.mark.second
 def test_damage_of_all_copies_of_the_only_checkpoint_ends_the_start(runs: Runs) -> None:
     """The weights are no initial ones any more. The next start begins at iteration 1."""
     runs("dp2 zero3", 3, "ab")
@@ -278,6 +283,7 @@ def test_damage_of_all_copies_of_the_only_checkpoint_ends_the_start(runs: Runs) 
     assert [iteration for iteration, _ in runs("dp2 zero3", 3, "ab").curve] == [1, 2, 3]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("deep", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_damage_of_the_disk_leaves_memory(runs: Runs, deep: bool) -> None:
     """Memory has 4. The disk has 3 and 6: both lack a file; or the tensors of 6 are damaged, which the load notices."""
@@ -300,6 +306,7 @@ def test_damage_of_the_disk_leaves_memory(runs: Runs, deep: bool) -> None:
             runs("dp2 zero3", 7, "ab", save_interval=3, precision="fp32")
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_folder_that_is_full_costs_a_copy(runs: Runs, copies: bool) -> None:
     """Rank 0 cannot write its own file; or only the larger copy of rank 1's."""
@@ -321,6 +328,7 @@ def test_a_folder_that_is_full_costs_a_copy(runs: Runs, copies: bool) -> None:
 # -- which one
 
 
+@pytest.mark.second
 def test_an_explicit_checkpoint_is_loaded(runs: Runs) -> None:
     """The run goes back to iteration 3: its 4 in memory is abandoned."""
     wanted = runs.whole("dp2 zero1", 5, "fp32")
@@ -336,6 +344,7 @@ def test_an_explicit_checkpoint_is_loaded(runs: Runs) -> None:
     assert runs("dp2 zero1", 4, "ab", precision="fp32").curve == wanted[3:4]
 
 
+@pytest.mark.second
 def test_memory_that_is_older_than_the_disk_is_deleted(runs: Runs) -> None:
     runs("dp2 zero1", 6, "ab", save_interval=3)
     rest = runs("dp2 zero1", 7, "ab", save_interval=3)
@@ -343,6 +352,7 @@ def test_memory_that_is_older_than_the_disk_is_deleted(runs: Runs) -> None:
     assert [iteration for iteration, _ in rest.curve] == [7] and [*runs.folder("b").iterdir()] == []
 
 
+@pytest.mark.second
 def test_a_deleted_save_folder_is_another_run(runs: Runs) -> None:
     runs("dp2 zero1", 3, "ab")
     shutil.rmtree(runs.disk)
@@ -384,6 +394,7 @@ def serve(rank: int, nodes: str, store: str, config: Config, until: int, stage: 
         attempt(rank, config, nodes, until)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("stage", "iteration", "nodes"),
     [("_copy", 2, "2 nodes"), ("_write_texts", 2, "2 nodes"), ("_publish", 4, "1 node")],
@@ -449,6 +460,7 @@ def test_a_copy_that_is_slow_costs_the_next(tmp_path: Path, monkeypatch: pytest.
     assert not [*(tmp_path / "memory").iterdir()] and names(tmp_path / "saved") == [7]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("name", "nodes"), [("dp2 zero1", "aa"), ("dp2 zero0", "ab"), ("pp4 by hand", "abbc")])
 def test_the_memory_of_a_node_is_foretold(runs: Runs, name: str, nodes: str) -> None:
     """Bytes of all tensors in the files of the fullest node."""
@@ -525,14 +537,17 @@ def test_nodes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_file_has_a_keeper_on_the_next_node(shape: str) -> None:
     """Both ranks of a pair take the same turn, and no rank has two partners of a kind in one."""
     labels = [Node(letter, "0") for letter in shape]
-    turns: dict[tuple[int, int], int] = {}
+    sent: dict[tuple[int, int], int] = {}  # (rank, keeper) -> turn
+    received: dict[tuple[int, int], int] = {}
     for rank in range(len(shape)):
         for turn, (to, source) in enumerate(Nodes.of(labels, rank).copies()):
             if to is not None:
-                assert turns.setdefault((rank, to), turn) == turn
+                sent[rank, to] = turn
             if source is not None:
-                assert turns.setdefault((source, rank), turn) == turn
+                received[source, rank] = turn
+    assert sent == received
     order = sorted(set(shape), key=shape.index)
-    kept = {rank: shape[keeper] for rank, keeper in turns}
+    assert len(sent) == (0 if len(set(shape)) == 1 else len(shape))
+    kept = {rank: shape[keeper] for rank, keeper in sent}
     following = {letter: order[(at + 1) % len(order)] for at, letter in enumerate(order)}
     assert kept == ({} if len(order) == 1 else {rank: following[letter] for rank, letter in enumerate(shape)})

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megazero.price.bytes.estimate import estimate
+from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, train
 from tests.parallel.test_parity import SHALLOW, WITH_MUON, check_balance, check_bytes, expected, fp64, relative_error
 
@@ -29,23 +30,26 @@ def muon(**changes: object) -> Case:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        muon(),
-        muon(model=SHALLOW),
-        *(muon(dp=2, zero=zero, model=SHALLOW) for zero in (1, 2, 3)),
-        muon(dp=3, zero=3, options=(("reduce_bucket_size", 3000),)),
-        muon(dp=4, zero=2, micro_batches=3),
-        muon(tp=2, zero=0, sp=True),
-        muon(tp=2, model=SHALLOW),
-        muon(dp=2, tp=2, zero=3),
-        muon(dp=2, tp=2, zero=1, options=(("zero_shard_size", 2),)),
-        muon(pp=2, dp=2, zero=2, model=replace(MODEL, num_layers=3)),
-        muon(dp=2, zero=2, frozen=("blocks.0.*", "*.mlp.down.*")),
-        muon(dp=2, zero=3, model=EXPERTS),
-        muon(dp=2, ep=2, zero=2, model=EXPERTS),
-        muon(tp=2, etp=1, dp=2, ep=2, zero=1, model=EXPERTS, sp=True),
-        muon(tp=2, dp=2, ep=2, zero=3, model=EXPERTS, sp=True),
-    ],
+    by_default(
+        [
+            muon(),
+            muon(model=SHALLOW),
+            *(muon(dp=2, zero=zero, model=SHALLOW) for zero in (1, 2, 3)),
+            muon(dp=3, zero=3, options=(("reduce_bucket_size", 3000),)),
+            muon(dp=4, zero=2, micro_batches=3),
+            muon(tp=2, zero=0, sp=True),
+            muon(tp=2, model=SHALLOW),
+            muon(dp=2, tp=2, zero=3),
+            muon(dp=2, tp=2, zero=1, options=(("zero_shard_size", 2),)),
+            muon(pp=2, dp=2, zero=2, model=replace(MODEL, num_layers=3)),
+            muon(dp=2, zero=2, frozen=("blocks.0.*", "*.mlp.down.*")),
+            muon(dp=2, zero=3, model=EXPERTS),
+            muon(dp=2, ep=2, zero=2, model=EXPERTS),
+            muon(tp=2, etp=1, dp=2, ep=2, zero=1, model=EXPERTS, sp=True),
+            muon(tp=2, dp=2, ep=2, zero=3, model=EXPERTS, sp=True),
+        ],
+        *(3, 9, 11, 16),
+    ),
     ids=str,
 )
 def test_every_layout_makes_the_same_updates(case: Case, ranks) -> None:

@@ -31,6 +31,7 @@ from megazero.plan.program.rank_spec import RankSpec, rank_spec
 from megazero.price.bytes.estimate import estimate
 from tests.helpers.chains import Curve, configured, make_corpus
 from tests.helpers.chains import train as train_chain
+from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, train
 from tests.parallel.test_parity import check_bytes
 from tests.parallel.test_pretended_gpu import FOR_GRADIENTS, train_watched
@@ -67,7 +68,7 @@ SAME = [
         pytest.param((0.5, 0.7), id="parts", marks=pytest.mark.slow),  # the matrices have a share of 0.4
     ],
 )
-@pytest.mark.parametrize("case", SAME, ids=str)
+@pytest.mark.parametrize("case", by_default(SAME, 0, 6, 9), ids=str)
 def test_it_is_the_same_run_to_the_bit(case: Case, shares: tuple[float, float], ranks) -> None:
     """shares: of the states in host memory, in one run, and in a file, in another."""
     device = ranks(case.world).run(train, case)
@@ -95,6 +96,7 @@ ON_GPU = [
 ]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("case", ON_GPU, ids=str)
 def test_copies_of_a_gpu_are_in_order(case: Case, ranks) -> None:
     """Gradients, weights and pinned memory have one user at a time; the host waits for gradients and their norm."""
@@ -148,6 +150,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.second
 def test_a_run_resumes_in_another_place(ranks, tmp_path: Path) -> None:
     """The bits are the same. Saves in the background overlap with updates of the states that they write."""
     corpus = make_corpus(tmp_path)

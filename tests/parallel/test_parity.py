@@ -18,6 +18,7 @@ from megazero.kernels.dropout import Dropout
 from megazero.price.bytes.estimate import estimate
 from tests import reference
 from tests.helpers.late import late_collectives
+from tests.helpers.rings import SECOND, by_default
 from tests.parallel import matrix
 from tests.parallel.cases import (
     MODEL,
@@ -60,8 +61,10 @@ LINEAR = replace(LLAMA, rope_scaling_factor=3.0, rope_scaling_type="linear")
 BY_LAYER = replace(LINEAR, layer_pattern="LNG", window_size=4, local_rotary_base=99.0)
 
 
-def parameters(choices: list[matrix.Choice], *marks: pytest.MarkDecorator) -> list[object]:
-    return [pytest.param(matrix.case_of(c), id=matrix.name_of(c), marks=marks) for c in choices]
+def parameters(found: matrix.Covers) -> list[object]:
+    """Parameters of a test: each generated case in its ring."""
+    rings = zip(found, ((), SECOND, pytest.mark.slow), strict=True)
+    return [pytest.param(matrix.case_of(c), id=matrix.name_of(c), marks=marks) for part, marks in rings for c in part]
 
 
 def fp64(case: Case) -> Case:
@@ -148,22 +151,26 @@ def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
             assert [{kind: each[kind] for kind in kinds} for each in counted] == [wanted] * len(outcome.losses)
 
 
+BY_HAND = [
+    Case(dp=2, zero=3, micro_batches=1, options=(("reduce_bucket_size", 1),), model=SHALLOW),  # 64 elements at a time
+    Case(tp=4, model=SHARED_GROUPS),
+    Case(tp=4, model=replace(SHARED_GROUPS, kv_channels=4, qk_layernorm=True)),
+    Case(tp=2, model=replace(SHALLOW, residual_multiplier=0.22), recompute="selective", sp=True),
+    Case(tp=2, model=PARALLEL_NORMS, recompute="selective", reset="documents"),
+    Case(tp=2, model=PARALLEL_NORMS, frozen=ALL_BUT_NORMS_OF_HEADS),
+    Case(dp=2, tp=2, zero=3, model=PART_OF_A_HEAD, recompute="full", reset="documents"),
+    Case(pp=2, model=POST_NORM, schedule="zero-bubble", micro_batches=4, recompute="full", host=True),
+    Case(pp=2, model=POST_NORM, schedule="zero-bubble", micro_batches=4, recompute="full", md=True),
+    Case(tp=2, model=YARN, sp=True, reset="positions"),
+    Case(pp=2, model=BY_LAYER, recompute="selective"),
+]
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        *parameters(matrix.covers().default),
-        fp64(Case(dp=2, zero=3, micro_batches=1, options=(("reduce_bucket_size", 1),), model=SHALLOW)),  # 64 at a time
-        fp64(Case(tp=4, model=SHARED_GROUPS)),
-        fp64(Case(tp=4, model=replace(SHARED_GROUPS, kv_channels=4, qk_layernorm=True))),
-        fp64(Case(tp=2, model=replace(SHALLOW, residual_multiplier=0.22), recompute="selective", sp=True)),
-        fp64(Case(tp=2, model=PARALLEL_NORMS, recompute="selective", reset="documents")),
-        fp64(Case(tp=2, model=PARALLEL_NORMS, frozen=ALL_BUT_NORMS_OF_HEADS)),
-        fp64(Case(dp=2, tp=2, zero=3, model=PART_OF_A_HEAD, recompute="full", reset="documents")),
-        fp64(Case(pp=2, model=POST_NORM, schedule="zero-bubble", micro_batches=4, recompute="full", host=True)),
-        fp64(Case(pp=2, model=POST_NORM, schedule="zero-bubble", micro_batches=4, recompute="full", md=True)),
-        fp64(Case(tp=2, model=YARN, sp=True, reset="positions")),
-        fp64(Case(pp=2, model=BY_LAYER, recompute="selective")),
-        *parameters(matrix.covers().slow + matrix.products(), pytest.mark.slow),
+        *by_default(map(fp64, BY_HAND), 0, 1, 5, 6, 8),
+        *parameters(matrix.covers()._replace(slow=matrix.covers().slow + matrix.products())),
     ],
     ids=str,
 )
@@ -180,7 +187,7 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *(fp64(Case(dp=3, zero=z, micro_batches=3, batch=8, micro_batch_size=1)) for z in range(4)),
+        *by_default((fp64(Case(dp=3, zero=z, micro_batches=3, batch=8, micro_batch_size=1)) for z in range(4)), 2, 3),
         fp64(Case(dp=3, zero=3, micro_batches=1, batch=1, micro_batch_size=1)),  # one replica computes for three
         fp64(Case(dp=3, zero=2, micro_batches=2, batch=4, micro_batch_size=1, corpora=4)),
         fp64(Case(dp=2, cp=2, zero=2, micro_batches=2, batch=3, micro_batch_size=1, reset="documents", corpora=3)),
@@ -204,13 +211,16 @@ def test_replicas_with_unequal_numbers_of_micro_batches_are_the_same_model(case:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        fp64(Case(corpora=4)),
-        fp64(Case(pp=2, dp=2, zero=2, micro_batches=3, recompute="full", corpora=4)),
-        fp64(Case(dp=2, tp=2, zero=3, sp=True, micro_batches=1, corpora=4)),
-        fp64(Case(cp=2, zero=3, micro_batches=3, targets="last", corpora=4)),
-        fp64(Case(pp=2, schedule="zero-bubble", micro_batches=4, corpora=4)),
-    ],
+    by_default(
+        [
+            fp64(Case(corpora=4)),
+            fp64(Case(pp=2, dp=2, zero=2, micro_batches=3, recompute="full", corpora=4)),
+            fp64(Case(dp=2, tp=2, zero=3, sp=True, micro_batches=1, corpora=4)),
+            fp64(Case(cp=2, zero=3, micro_batches=3, targets="last", corpora=4)),
+            fp64(Case(pp=2, schedule="zero-bubble", micro_batches=4, corpora=4)),
+        ],
+        *(1, 3),
+    ),
     ids=str,
 )
 def test_losses_of_a_blends_corpora_are_those_of_every_layout(case: Case, ranks) -> None:
@@ -265,8 +275,7 @@ def check_near(case: Case, outcomes: list[Outcome]) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    parameters(matrix.numbers()[: matrix.NUMBERS_BY_DEFAULT])
-    + parameters(matrix.numbers()[matrix.NUMBERS_BY_DEFAULT :], pytest.mark.slow),
+    parameters(matrix.numbers()),
 )
 def test_other_precisions_are_as_near_as_they_can_be(case: Case, ranks) -> None:
     outcomes = ranks(case.world).run(train, case)
@@ -328,12 +337,17 @@ def train_late(rank: int, case: Case) -> Outcome:
         return train(rank, case)
 
 
+OVERLAPPING = [
+    Case(dp=2, zero=3, micro_batches=3, recompute="full"),
+    Case(dp=2, zero=3, precision="bf16", micro_batches=1, options=(("reduce_bucket_size", 2000),)),
+    Case(tp=2, recompute="full", pa=True, micro_batches=1),
+    Case(dp=2, tp=2, zero=3, sp=True, recompute="selective", micro_batches=1),
+]
+
+
 @pytest.mark.parametrize(
     "case",
-    [Case(dp=2, zero=3, micro_batches=3, recompute="full")]
-    + [Case(dp=2, zero=3, precision="bf16", micro_batches=1, options=(("reduce_bucket_size", 2000),))]
-    + [Case(tp=2, recompute="full", pa=True, micro_batches=1)]
-    + [Case(dp=2, tp=2, zero=3, sp=True, recompute="selective", micro_batches=1)]
+    by_default(OVERLAPPING, 3)
     + [
         pytest.param(case, marks=pytest.mark.slow)
         for case in (

@@ -11,6 +11,7 @@ import pytest
 from megazero import checkpoint
 from megazero.plan.schedule.schedules import SCHEDULES
 from megazero.price.bytes.estimate import estimate
+from tests.helpers.rings import SECOND, by_default
 from tests.parallel.cases import MODEL, Case, evaluate, micro_batches, new_engine, train
 from tests.parallel.test_parity import TOLERANCE, expected, fp64, relative_error, train_late
 
@@ -62,10 +63,10 @@ def queues() -> list[Case]:
 
 
 def only(cases: list[Case], *names: str) -> list[Any]:
-    """All cases, of which only the named ones are in the default suite: the parity matrix has many of two ranks."""
-    found = [pytest.param(case, marks=() if str(case) in names else pytest.mark.slow, id=str(case)) for case in cases]
-    assert sum(not param.marks for param in found) == len(names)
-    return found
+    """All cases, of which the named ones are in the second ring, and the first in the default suite."""
+    rings = {name: SECOND if number else () for number, name in enumerate(names)}
+    assert set(rings) <= set(map(str, cases))
+    return [pytest.param(case, marks=rings.get(str(case), pytest.mark.slow), id=str(case)) for case in cases]
 
 
 COUNTS = [  # fewer micro-batches than stages, and more than twice as many
@@ -85,9 +86,10 @@ POLICIES = [
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=str(case)) for case in uneven() + queues()]
+    by_default(uneven() + queues(), *(0, 4, 8, 10))
     + only(every_number_of_micro_batches(), *COUNTS)
     + only(every_policy(), *POLICIES),
+    ids=str,
 )
 def test_every_pipeline_is_the_same_model(case: Case, ranks) -> None:
     """Losses and norms against plain PyTorch in fp64; bytes of every rank, to the byte, as estimated."""
@@ -109,6 +111,7 @@ def test_an_evaluation_takes_any_number_of_micro_batches(m: int, chunks: int, ra
         assert relative_error([loss], [wanted]) < TOLERANCE and count == targets
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     "case",
     [

@@ -20,6 +20,7 @@ from megazero.price.bytes.estimate import estimate
 from tests.helpers.planted import Fault, planted
 from tests.helpers.pretended_gpu import EARLY_FREE, GPU, MIXED_DEVICES, RACE, Finding, pretended_gpu
 from tests.helpers.ranks import RankError
+from tests.helpers.rings import SECOND, by_default
 from tests.parallel import matrix
 from tests.parallel.cases import MODEL, Case, Outcome, train_on
 from tests.parallel.test_parity import check_bytes, check_near, parameters
@@ -51,7 +52,7 @@ def train_watched(rank: int, case: Case, fault: Fault | None = None, capability:
     return Watched(outcome, findings.found, waits)
 
 
-@pytest.mark.parametrize("case", [*parameters(matrix.on_gpu()[0]), *parameters(matrix.on_gpu()[1], pytest.mark.slow)])
+@pytest.mark.parametrize("case", parameters(matrix.on_gpu()))
 def test_every_path_of_a_gpu_is_in_order(case: Case, ranks) -> None:
     watched = ranks(case.world).run(train_watched, case)
     outcomes = [outcome for outcome, _, _ in watched]
@@ -100,9 +101,11 @@ HALF = replace(EXPERTS, moe_expert_capacity_factor=0.5)
 @pytest.mark.parametrize(
     ("case", "waits"),
     [
-        (Case(model=EXPERTS, precision="bf16", recompute="full"), 0),  # the grouped kernel reads sizes on the GPU
+        pytest.param(
+            Case(model=EXPERTS, precision="bf16", recompute="full"), 0, marks=SECOND
+        ),  # the grouped kernel reads sizes on the GPU
         (Case(model=HALF, precision="bf16", recompute="full"), 1),  # the number of rows
-        (Case(model=HALF, precision="bf16", dp=2, ep=2), 1),
+        pytest.param(Case(model=HALF, precision="bf16", dp=2, ep=2), 1, marks=SECOND),
         (Case(model=EXPERTS, precision="bf16", dp=2, ep=2, zero=3), 1),  # an exchange needs them on the host
         pytest.param(
             Case(model=EXPERTS, precision="bf16", tp=2, sp=True, ep=2, etp=1, recompute="full"),
@@ -127,6 +130,7 @@ def test_the_host_waits_for_experts_at_most_once_per_layer(case: Case, waits: in
             assert measured | {"peak": 0} == memory | {"peak": 0}
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("architecture", "reset", "options"),
     [
@@ -246,6 +250,7 @@ def test_an_early_read_is_found(ranks) -> None:
     assert watched.waits == [["__float__ [GradNorm]", "tolist"]] * STEPS
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     "case, fault, words",
     [
@@ -287,11 +292,14 @@ WIDE = replace(SMALL, hidden_size=96, kv_channels=32)  # rows of most matrices a
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(model=WIDE, precision="bf16", dp=2, zero=2, moments="int8", masters="split"),
-        Case(model=WIDE, precision="bf16", dp=2, tp=1, zero=3, moments="bf16", masters="split", grad_dtype="bf16"),
-        Case(model=WIDE, moments="int8", optimizer="muon"),
-    ],
+    by_default(
+        [
+            Case(model=WIDE, precision="bf16", dp=2, zero=2, moments="int8", masters="split"),
+            Case(model=WIDE, precision="bf16", dp=2, tp=1, zero=3, moments="bf16", masters="split", grad_dtype="bf16"),
+            Case(model=WIDE, moments="int8", optimizer="muon"),
+        ],
+        0,
+    ),
     ids=str,
 )
 def test_small_states_are_made_wide_in_order(case: Case, ranks) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megazero.rehearse.rehearsal import RehearsalDevice, rehearse
+from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)
@@ -54,7 +55,9 @@ SLOW += [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*by_default(CASES, 2), *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+)
 def test_real_ranks_the_rehearsal_and_the_estimate_agree(case: Case, ranks) -> None:
     """Every kind, at rest and at the peak, and traffic: of the last rank, and of the first of a slow case."""
     outcomes = ranks(case.world).run(train, case, 2)

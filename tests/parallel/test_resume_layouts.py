@@ -87,6 +87,7 @@ def test_a_growing_batch_is_the_same_in_every_layout(runs: Runs, first: str, sec
     assert rest == runs("fp64", END, second, ramp=RAMP)[STOP:] or first != second
 
 
+@pytest.mark.second
 def test_mock_data_goes_on_in_another_layout(ranks: Any, tmp_path: Path) -> None:
     """Without a corpus and a tokenizer: the same samples in every layout, before and after a stop."""
 
@@ -119,6 +120,7 @@ OF_EXPERTS: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.second
 def test_experts_resume_on_other_ranks(ranks: Any, tmp_path: Path) -> None:
     model = replace(
         MODEL,
@@ -146,6 +148,7 @@ def test_experts_resume_on_other_ranks(ranks: Any, tmp_path: Path) -> None:
 MUON_CHAIN = ("dp4 zero2", "tp2 sp", "dp3 zero3", "pp2 dp2 zero-bubble")
 
 
+@pytest.mark.second
 def test_muon_resumes_in_other_layouts(ranks: Any, tmp_path: Path) -> None:
     """Momenta of whole matrices: from four owners to parts of two ranks, to three owners, to two on each stage."""
     corpus = make_corpus(tmp_path)

@@ -19,6 +19,7 @@ from megazero.zero import optimizer_shard
 from megazero.zero.optimizer_shard import OptimizerShard
 from megazero.zero.reduce_scatter import Buffer
 from tests.helpers import small
+from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, Outcome, micro_batches, new_engine, train, train_on
 from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, relative_error
 from tests.parallel.test_update_rules import NoAllocation
@@ -58,7 +59,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", by_default(CASES, 1, 4, 10, 13), ids=str)
 def test_every_layout_rounds_moments_alike(case: Case, ranks) -> None:
     """Losses are those of plain PyTorch with moments that numpy rounds."""
     losses, norms = expected(case)
@@ -91,6 +92,7 @@ def train_in_pieces(rank: int, case: Case, numel: int) -> Outcome:
         return train(rank, case)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("optimizer", "moments", "masters"),
     [("adamw", "int8", "fp32"), ("adamw", "fp32", "split"), ("adamw", "bf16", "split"), ("lion", "fp32", "fp32")],
@@ -141,7 +143,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     return {name: reader.read(name) for name in reader.manifest.tensors}
 
 
-@pytest.mark.parametrize("moments", ["bf16", "int8"])
+@pytest.mark.parametrize("moments", by_default(["bf16", "int8"], 1))
 def test_checkpoints_keep_numbers_that_every_layout_and_precision_loads(moments: str, tmp_path: Path, ranks) -> None:
     """In another layout, to the bit; in fp32, the same numbers; from fp32, rounded by coordinates, and then kept."""
     first = case_of(moments, dp=2, tp=2, zero=2, model=LLAMA, precision="fp32")
@@ -196,7 +198,9 @@ def train_with_masters(rank: int, case: Case, away: bool) -> tuple[Outcome, dict
         return outcome, whole_states(engine)
 
 
-@pytest.mark.parametrize(("zero", "offload"), [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0), (1, 0.5), (3, 1.0)])
+@pytest.mark.parametrize(
+    ("zero", "offload"), by_default([(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0), (1, 0.5), (3, 1.0)], 2, 4)
+)
 def test_split_master_weights_are_the_same_to_the_bit(zero: int, offload: float, ranks) -> None:
     """They take 2 bytes less than fp32 ones. Those in host memory, far from the compute weights, are not split."""
     plain = case_of("fp32", precision="bf16", dp=2, zero=zero, micro_batches=2, offload=offload)

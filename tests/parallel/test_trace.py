@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ CASES = [
     Case(dp=2, zero=3, recompute="full"),
     Case(dp=2, zero=1),
     Case(pp=2, micro_batches=3),
+    Case(pp=2, dp=2, micro_batches=2),  # two senders of messages that differ only in dp
     Case(tp=2, recompute="full", host=True),
 ]
 FIRST, LAST = 2, 3
@@ -54,7 +55,7 @@ def traced_steps(rank: int, case: Case, folder: str) -> Seen:
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def run(request: pytest.FixtureRequest, ranks, tmp_path_factory) -> tuple[Case, list[Seen], list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("trace")
-    seen = ranks(2).run(traced_steps, request.param, str(folder))
+    seen = ranks(request.param.world).run(traced_steps, request.param, str(folder))
     assert [path.name for path in folder.iterdir()] == [f"trace-{FIRST}-{LAST}.json"]
     text = json.loads((folder / f"trace-{FIRST}-{LAST}.json").read_text())
     assert text["displayTimeUnit"] == "ms"
@@ -75,8 +76,8 @@ def iteration_spans(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_every_operation_is_a_span_in_the_order_of_the_program(run) -> None:
-    _, seen, events = run
-    for rank in range(2):
+    case, seen, events = run
+    for rank in range(case.world):
         spans = spans_of(events, rank)["compute"]
         iterations = iteration_spans(spans)
         assert [span["name"] for span in iterations] == [f"iteration {FIRST}", f"iteration {LAST}"]
@@ -87,8 +88,8 @@ def test_every_operation_is_a_span_in_the_order_of_the_program(run) -> None:
 
 def test_spans_of_a_track_nest(run) -> None:
     """The format demands that a span ends before the next begins, or is inside it."""
-    _, _, events = run
-    for rank in range(2):
+    case, _, events = run
+    for rank in range(case.world):
         for track in spans_of(events, rank).values():
             ends: list[float] = []
             for span in track:
@@ -100,8 +101,8 @@ def test_spans_of_a_track_nest(run) -> None:
 
 
 def test_asynchronous_operations_lie_on_their_axes_from_start_to_wait(run) -> None:
-    _, seen, events = run
-    for rank in range(2):
+    case, seen, events = run
+    for rank in range(case.world):
         tracks = spans_of(events, rank)
         compute = tracks.pop("compute")
         found = [(track.split()[0], span["name"]) for track, spans in tracks.items() for span in spans]
@@ -119,8 +120,8 @@ def test_asynchronous_operations_lie_on_their_axes_from_start_to_wait(run) -> No
 
 
 def test_counters_reach_the_peaks_of_metrics(run) -> None:
-    _, seen, events = run
-    for rank in range(2):
+    case, seen, events = run
+    for rank in range(case.world):
         iterations = iteration_spans(spans_of(events, rank)["compute"])
         for number, whole in zip((FIRST, LAST), iterations, strict=True):
             memory = seen[rank]["memory"][number]
@@ -134,7 +135,7 @@ def test_counters_reach_the_peaks_of_metrics(run) -> None:
 def test_ranks_are_processes_named_by_their_coordinates(run) -> None:
     case, _, events = run
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    place = [case.layout.coord(rank) for rank in range(2)]
+    place = [case.layout.coord(rank) for rank in range(case.world)]
     assert names == {r: f"rank {r}: pp {c.pp}, dp {c.dp}, cp {c.cp}, tp {c.tp}" for r, c in enumerate(place)}
 
 
@@ -145,11 +146,26 @@ def test_arrows_join_a_send_with_its_receive(run) -> None:
         if event["ph"] in ("s", "f"):
             assert event["ph"] not in halves[event["id"]]
             halves[event["id"]][event["ph"]] = event
-    assert len(halves) == (2 * 2 * case.micro_batches if case.pp == 2 else 0)
+    assert len(halves) == (2 * 2 * case.micro_batches * case.dp if case.pp == 2 else 0)
+    spans = [event for event in events if event["ph"] == "X"]
+    seen = Counter()
     for pair in halves.values():
-        assert pair["s"]["pid"] != pair["f"]["pid"]
+        ends = [span_of(pair[half], spans) for half in ("s", "f")]
+        (first, *sent), (then, *received) = (span["name"].split() for span in ends)
+        assert (first, then) == ("Send", "Recv") and sent == received
+        sender, receiver = (case.layout.coord(span["pid"]) for span in ends)
+        assert sender._replace(pp=receiver.pp) == receiver and {sender.pp, receiver.pp} == {0, 1}
+        seen[sender, *sent] += 1
         # On one machine the clocks of the ranks differ by less than the spread of a barrier.
         assert pair["f"]["ts"] > pair["s"]["ts"] - 50_000
+    assert set(seen.values()) <= {2}  # one in each iteration
+
+
+def span_of(half: dict[str, Any], spans: list[dict[str, Any]]) -> dict[str, Any]:
+    """Find the span of a message to which a half of an arrow is bound: its track, at its time."""
+    place = half["pid"], half["tid"]
+    found = [s for s in spans if (s["pid"], s["tid"]) == place and s["ts"] <= half["ts"] <= s["ts"] + s["dur"]]
+    return max(found, key=lambda span: span["ts"])
 
 
 def cut_short(rank: int, folder: str) -> None:
