@@ -310,13 +310,11 @@ def check_device(config: Config, device_type: str) -> None:
 
     Raises:
         ValueError: gradients of a type that a GPU's matrix products do not return; heads that a GPU's attention does
-            not compute; a ring of keys without fused attention; Triton's kernels or CUDA graphs on a CPU.
+            not compute; a ring of keys without fused attention; Triton's kernels on a CPU.
     """
     precision, grad_dtype = config.training.precision, config.training.grad_dtype
-    for flag, other in (("fused-kernels triton", "auto or eager"), ("cuda-graph-impl local", "none")):
-        name, value = flag.split()
-        if device_type == "cpu" and value_of(config, name) == value:
-            raise ValueError(f"--{flag} needs a GPU, and the device is cpu; use {other}")
+    if device_type == "cpu" and config.training.fused_kernels == "triton":
+        raise ValueError("--fused-kernels triton needs a GPU, and the device is cpu; use auto or eager")
     if device_type == "cuda" and grad_dtype not in ("fp32", precision) and precision != "fp64":
         either = "fp32" if precision == "fp32" else f"fp32 or {precision}"
         raise ValueError(

@@ -8,14 +8,14 @@ Everything else is derived here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
 from megazero.memory import COPY_DEPTH
 from megazero.plan.layout.dealing import dealt_tokens
 from megazero.plan.layout.flat_layout import Matrices, Range, partition_numel
-from megazero.plan.layout.layers import LayerKind
+from megazero.plan.layout.layers import ROUTER_SUMS, LayerKind
 from megazero.plan.layout.parameters import unit_layout
 from megazero.plan.layout.topology import TRAFFIC, Layout, ring_bytes, unsent
 from megazero.plan.layout.zero_policy import (
@@ -54,7 +54,6 @@ from megazero.plan.program.operations import (
 from megazero.plan.program.rank_spec import RankSpec
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
-ROUTER_SUMS = 4  # of a router, besides its experts' loads: entropy, dropped choices, two balance losses
 Sent = tuple[tuple[str, int], ...]  # (kind of traffic, bytes)
 PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # collective -> passes of its buffer around a ring
 
@@ -295,21 +294,6 @@ class StepSizes:
             scratch = each.row * (others if needs_staging_buffer else min(others, 1))
             buckets += each.slots * (scratch + each.packed) * self.rates.gradients
         return arena_numel * self.rates.weights + buckets + tables
-
-    def graphs_at_rest(self, live_by_chunk: Sequence[int]) -> int:
-        """Return the bytes of captured blocks: inputs, saved tensors and last output of every slot, and one gradient.
-
-        Args:
-            live_by_chunk: the most micro-batches of each chunk between forward and backward, which need a slot each.
-        """
-        if not self.spec.graphs:
-            return 0
-        captured = [[layer for layer in chunk if self.spec.captures(layer)] for chunk in self.spec.chunks]
-        total = self.hidden
-        for layers, live in zip(captured, live_by_chunk, strict=True):
-            saved = sum(sum(self.layers[layer.name].saved) for layer in layers)
-            total += live * (saved + (len(layers) + 1) * self.hidden) if layers else 0
-        return total + max((self.gradients(layer.units[0]) for layers in captured for layer in layers), default=0)
 
     def copies_at_rest(self) -> int:
         """Return the bytes of a GPU's buffers for copies of kept inputs to and from host memory."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard
 from megazero.comm.launch.world import generation
 from megazero.comm.mesh.collectives import MIN
 from megazero.config.schema import Config, ModelConfig
@@ -27,6 +26,7 @@ from megazero.run.resume import changed_options, check_data, check_model, find_c
 from megazero.run.run_state import Progress, RunState, attached_tokenizer, is_hugging_face, source_digest
 from megazero.run.stopping import DeadRun
 from megazero.step.engine import Engine
+from megazero.zero.shards import LocalShard
 
 # Opens a Hugging Face folder for a model; returns the function that fills a rank's shards.
 OpenWeights = Callable[[Path, ModelConfig], Callable[[Mapping[str, LocalShard]], None]]

@@ -78,11 +78,11 @@ _deals_of_whole_samples = functools.lru_cache(maxsize=8)(_deals)
 
 def upload_step(
     batches: Sequence[Batch],
+    *,
     stream: ResidualStream,
     data: DataConfig,
     device: torch.device,
     dealer: Dealer,
-    *,
     training: bool,
     num_corpora: int,
     by_sample: bool,
@@ -97,7 +97,7 @@ def upload_step(
     of_sample, counts, host, works, made = torch.tensor(numbers), [], [], [], []
     for batch in batches:
         found, dealt = _documents(batch), None
-        parts = batch.ids, batch.labels, batch.loss_mask
+        parts: tuple[torch.Tensor, ...] = (batch.ids, batch.labels, batch.loss_mask)
         if dealer.ranks > 1:
             spans = found.spans if found is not None and data.reset_attention_mask else ()
             firsts = tuple(tuple(span.first for span in spans if span.sample == i) for i in range(len(batch.samples)))

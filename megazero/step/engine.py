@@ -8,40 +8,36 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from megazero.activations.store import KeptInputs
-from megazero.checkpoint import LocalShard
 from megazero.comm.mesh.collectives import MIN
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.batch_sizes import micro_batches
 from megazero.config.schema import Config
-from megazero.kernels.compiled import compiled
-from megazero.kernels.matmul import Products, writes_wide
-from megazero.kernels.table import KERNELS
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.layers.context import DTYPES, Context, DeviceBatch, ResidualStream
+from megazero.model.layers.context import Context, DeviceBatch
 from megazero.model.stage import Stage, block_numbers, declare
 from megazero.optim.step import StepParams
 from megazero.plan.layout.dealing import dealt_tokens
-from megazero.plan.optimizer_sizes import OptimizerSizes
 from megazero.plan.program.program import Program, program
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.schedule.schedules import EVALUATION
 from megazero.step.bad_step import Inspector, first_bad_result
 from megazero.step.batch import Batch, Dealer, Uploaded, sum_by_corpus, upload_step
 from megazero.step.expert_loads import ExpertLoads, Routers
-from megazero.step.graphs import ActivationSpec, BlockGraphs
-from megazero.step.interpreter import Compute, Interpreter
-from megazero.step.memory_report import is_out_of_memory, memory_report
+from megazero.step.interpreter import ActivationSpec, Compute, Interpreter
 from megazero.step.optimization import LossScale, clip_factor, learning_rate
 from megazero.zero.flat_unit import ZeroOptions
 from megazero.zero.optimizer_shard import state_name
+from megazero.zero.shards import LocalShard
 from megazero.zero.zero import Zero
+
+Explain = Callable[[Exception, "Engine", Program], str]
 
 
 class LossScaleExhausted(Exception):
@@ -58,7 +54,7 @@ class StepResult(NamedTuple):
     skipped: bool  # no update, because the gradients are not finite or no target counts
     skip_reason: str | None  # if skipped
     gradient_bytes: int  # just before the update
-    imbalance: float | None = None  # of attention over the context-parallel ranks, see `plan.layout.dealing`; None: one
+    imbalance: float | None = None  # None without context parallelism; see `plan.layout.dealing`
     loss_by_corpus: tuple[float | None, ...] = ()  # None: no target of the corpus counts; empty: one corpus
     experts: ExpertLoads | None = None  # None: the model has no experts
 
@@ -66,13 +62,15 @@ class StepResult(NamedTuple):
 class Engine:
     """One rank's part of the model, its optimizer and its programs."""
 
-    def __init__(self, config: Config, mesh: Mesh, num_corpora: int = 1) -> None:
+    def __init__(self, config: Config, mesh: Mesh, num_corpora: int = 1, explain: Explain | None = None) -> None:
         """Build the model with its initial weights on this rank's device.
 
         Args:
             config: resolved; see `choose_kernels` and `choose_matmul_backend`.
             num_corpora: number of corpora with losses of their own.
+            explain: text to add to an exception of a step's operation, such as a memory report; empty: none.
         """
+        self.explain = explain or (lambda error, engine, step: "")
         self.num_corpora = num_corpora
         self.config, self.mesh, self.tracker = config, mesh, MemoryTracker()
         self.updates = 0  # so far, for Adam's bias correction
@@ -80,71 +78,27 @@ class Engine:
         self.layers = declare(config.model, mesh.layout.tp)
         self.spec = rank_spec(config, mesh.layout, mesh.pp.rank, declare)
         self.programs: dict[tuple[str, int], Program] = {}
-        stream = ResidualStream(mesh.tp, sharded=config.parallel.sequence_parallel)
-        kernels = KERNELS[config.training.kernels_on(mesh.device.type)]
-        if config.training.compile:
-            kernels = compiled(kernels, mesh.device)
-        context = Context(
-            stream,
-            self.tracker,
-            config.training.precision,
-            mesh.device,
-            config.training.seed,
-            config.activations.recompute == "selective",
-            Products(
-                onednn=config.training.matmul_backend == "onednn",
-                in_place=writes_wide(mesh.device, DTYPES[config.training.precision]),
-            ),
-            kernels,
-            mesh.cp,
-            self.config.parallel.cp_exchange == "ring",
-            block_numbers(name for name, layer in self.spec.layers.items() if self.spec.recomputes(layer)),
-            mesh.ep,
-            mesh.etp,
-        )
+        recomputed = block_numbers(name for name, layer in self.spec.layers.items() if self.spec.recomputes(layer))
+        context = Context.of(config, mesh, self.tracker, recomputed)
         model = config.model
         self.dealer = Dealer.of(config, mesh.layout, mesh.cp.rank)
         self.model = Stage(model, list(self.spec.layers), context, config.training.freeze_parameters)
         self.routers = Routers.of(model, self.model, mesh.device)
-        self.zero = Zero(self._zero_options(), self.model.units, self.spec)
+        self.zero = Zero(ZeroOptions.of(config, mesh, self.tracker), self.model.units, self.spec)
         step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
-        tokens = len(stream.tokens(config.training.micro_batch_size * dealt_tokens(config, mesh.layout, mesh.cp.rank)))
-        activation = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
+        tokens = config.training.micro_batch_size * dealt_tokens(config, mesh.layout, mesh.cp.rank)
+        activation = ActivationSpec((len(context.stream.tokens(tokens)), model.hidden_size), context.dtype, mesh.device)
         computes = {name: self.model.layer(name).compute for name in self.spec.layers}
-        graphs = None
-        if config.captures_blocks:
-            graphs = BlockGraphs(self.spec, computes, activation, self.zero, self.tracker)
         self.interpreter = Interpreter(
-            {name: (layer, computes[name]) for name, layer in self.spec.layers.items()},
-            self.zero,
-            self._kept_inputs(activation),
-            mesh.pp,
-            self.spec.route,
-            activation,
-            self.tracker,
-            self.layers.tied,
-            graphs,
-        )
-
-    def _zero_options(self) -> ZeroOptions:
-        config, mesh = self.config, self.mesh
-        return ZeroOptions(
-            mesh,
-            self.tracker,
-            OptimizerSizes(config),
-            DTYPES[config.training.precision],
-            DTYPES[config.training.product_precision],
-            DTYPES[config.training.grad_dtype],
-            config.zero.reduce_bucket_size,
-            config.zero.overlap_comm,
-            config.activations.contiguous_checkpointing,
-            config.micro_batches(mesh.layout.dp),
-            config.parallel.sequence_parallel,
-            config.trains,
-            config.zero.poison_buffers,
-            config.training.seed,
-            config.optimizer.optimizer_nvme_offload,
+            layers={name: (layer, computes[name]) for name, layer in self.spec.layers.items()},
+            zero=self.zero,
+            kept=self._kept_inputs(activation),
+            pp=mesh.pp,
+            route=self.spec.route,
+            activation=activation,
+            tracker=self.tracker,
+            tied=self.layers.tied,
         )
 
     def _kept_inputs(self, activation: ActivationSpec) -> KeptInputs | None:
@@ -152,10 +106,10 @@ class Engine:
         if activations.recompute != "full":
             return None
         return KeptInputs(
-            math.prod(activation.shape),
-            activation.dtype,
-            activation.device,
-            self.tracker,
+            numel=math.prod(activation.shape),
+            dtype=activation.dtype,
+            device=activation.device,
+            tracker=self.tracker,
             tp=self.mesh.tp if activations.partition_activations else None,
             on_host=activations.checkpoint_in_cpu,
             contiguous=activations.contiguous_checkpointing,
@@ -175,19 +129,17 @@ class Engine:
             self.programs[key] = program(self.spec, *key, limit)
         return self.programs[key]
 
-    # -- reports
+    # -- a step
 
     @contextlib.contextmanager
-    def _reporting_memory(self, step: Program) -> Iterator[None]:
-        """Within: add a memory report to an out-of-memory error."""
+    def _explained(self, step: Program) -> Iterator[None]:
+        """Within: add the explanation to an exception."""
         try:
             yield
         except Exception as error:
-            if is_out_of_memory(error):
-                error.add_note(memory_report(self.config, self.mesh, self.tracker, step, self.interpreter.current))
+            if note := self.explain(error, self, step):
+                error.add_note(note)
             raise
-
-    # -- a step
 
     def train_step(self, iteration: int, batches: Sequence[Batch], samples: int = 0) -> StepResult:
         """Run one iteration, counted from 1, over this rank's micro-batches.
@@ -225,7 +177,7 @@ class Engine:
             skip_reason = self._first_nonfinite() if targets else "no target counts in this batch"
             self.zero.discard_gradients()
         else:
-            with self._reporting_memory(step):
+            with self._explained(step):
                 divisor = scale * parts / clip_factor(norm, optimizer.clip_grad)
                 interpreter.update(step, self._step_params(lr, divisor))
             self.routers.update(choices)
@@ -242,8 +194,16 @@ class Engine:
         means = tuple(loss / n if n else None for loss, n in zip(sums, targets_by_corpus, strict=True))
         by_corpus = means if self.num_corpora > 1 else ()
         return StepResult(
-            *(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes, uploaded.imbalance, by_corpus),
-            self.routers.read(routed, targets),
+            loss=mean,
+            grad_norm=norm,
+            lr=lr,
+            loss_scale=scale,
+            skipped=skipped,
+            skip_reason=skip_reason,
+            gradient_bytes=gradient_bytes,
+            imbalance=uploaded.imbalance,
+            loss_by_corpus=by_corpus,
+            experts=self.routers.read(routed, targets),
         )
 
     def _parts(self, batches: Sequence[Batch], samples: int) -> int:
@@ -330,10 +290,16 @@ class Engine:
         return found[0] if found else None
 
     def _upload(self, batches: Sequence[Batch], training: bool) -> Uploaded:
-        data, device = self.config.data, self.mesh.device
-        experts = self.config.model.num_experts > 0
-        options = {"training": training, "num_corpora": self.num_corpora, "by_sample": experts and training}
-        return upload_step(batches, self.model.stream, data, device, self.dealer, **options)
+        return upload_step(
+            batches,
+            stream=self.model.stream,
+            data=self.config.data,
+            device=self.mesh.device,
+            dealer=self.dealer,
+            training=training,
+            num_corpora=self.num_corpora,
+            by_sample=training and self.config.model.num_experts > 0,
+        )
 
     def _read(self, *tensors: torch.Tensor) -> list[list[float]]:
         """Return the values of 1D tensors, which are read together: see Note [one wait]."""
@@ -350,7 +316,7 @@ class Engine:
         micro_batches = uploaded.micro_batches
         if seed_gradient is not None and self.config.model.num_experts:
             micro_batches = [each.balanced(seed_gradient) for each in micro_batches]
-        with self._reporting_memory(step):
+        with self._explained(step):
             return self.interpreter.run(step, micro_batches, seed_gradient, head)
 
     def wait(self) -> None:

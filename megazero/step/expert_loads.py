@@ -15,7 +15,7 @@ from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import ModelConfig
 from megazero.model.layers.router import Router
 from megazero.model.stage import Stage
-from megazero.plan.sizes import ROUTER_SUMS
+from megazero.plan.layout.layers import ROUTER_SUMS
 
 
 class ExpertLoads(NamedTuple):
@@ -118,7 +118,7 @@ class Routers:
             router.statistics.zero_()
 
     def summed(self, mesh: Mesh) -> torch.Tensor:
-        """Return all statistics, summed over the ranks that hold different tokens or layers: [L (E + 3)] fp64."""
+        """Return all statistics, summed over the ranks that hold different tokens or layers: [L width] fp64."""
         width = self.model.num_experts + ROUTER_SUMS
         found = torch.zeros(len(self.model.expert_layers), width, dtype=torch.float64, device=mesh.device)
         for place, router in self.held.items():

@@ -22,7 +22,7 @@ def learning_rate(config: OptimizerConfig, iteration: int) -> float:
 
     The shapes are those of Megatron-LM's OptimizerParamScheduler.
     """
-    warmup, end, style = config.lr_warmup_iters, config.lr_decay_iters, config.lr_decay_style
+    warmup, end, style = config.lr_warmup_iters, config.lr_decay_iters, str(config.lr_decay_style)
     if iteration <= warmup:
         return config.lr * iteration / warmup
     if style == "constant":

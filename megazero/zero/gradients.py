@@ -228,7 +228,8 @@ def norm(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
     rows = torch.linalg.vector_norm(values.view(-1, ALIGN), dim=1, dtype=dtype)
-    return torch.linalg.vector_norm(rows, dtype=torch.float64, out=out)
+    found: torch.Tensor = torch.linalg.vector_norm(rows, dtype=torch.float64, out=out)
+    return found
 
 
 def square_sums(groups: Sequence[Sequence[torch.Tensor | float]], device: torch.device) -> torch.Tensor:

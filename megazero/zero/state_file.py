@@ -88,7 +88,7 @@ class StateFile:
         self._transfer("write", os.pwritev, memory, at)
 
     def _transfer(self, verb: str, call: Callable[..., int], memory: torch.Tensor, at: int) -> None:
-        view, done = memoryview(memory.numpy()), 0
+        view, done = memory.numpy().data, 0
         while done < len(view):
             try:
                 count = call(self._handle, [view[done : done + CALL_BYTES]], at + done)
@@ -121,7 +121,7 @@ class Block:
         begin = -memory.data_ptr() % PAGE if type(memory) is torch.Tensor else 0
         self.memory = memory[begin : begin + num_bytes]
         self.tasks: list[Future[None]] = []
-        self.then: Callable[[], None] | None = None
+        self.then: Callable[[], object] | None = None
         self.fetched: torch.cuda.Event | None = None
 
     def settle(self) -> None:

@@ -53,6 +53,12 @@ class ParamUnit:
         self.optimizer, self.at_rest = shards[0], shards[-1]
         self.at_rest.initialize()
 
+    @property
+    def file(self) -> FileBuffer:
+        """The file with this unit's states."""
+        assert isinstance(self.host, FileBuffer), f"the states of {self.name} are in memory"
+        return self.host
+
 
 class Zero:
     """All units of a pipeline rank. It owns the memory of the layers' weights and receives their gradients."""

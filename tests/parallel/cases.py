@@ -22,6 +22,7 @@ from megazero.config.schema import (
     ZeroConfig,
 )
 from megazero.model.stage import declare
+from megazero.observe.memory_report import explain_out_of_memory
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.step.engine import Engine
@@ -113,7 +114,6 @@ class Case(NamedTuple):
     kernels: str = "auto"
     corpora: int = 1
     device: str = "cpu"
-    graphs: bool = False
     targets: str = "most"
     optimizer: str = "adamw"
     moments: str = "fp32"
@@ -146,7 +146,7 @@ class Case(NamedTuple):
             (self.split, f"split{self.split}"),
             (self.backlog, f"backlog{self.backlog}"),
             (recompute, recompute),
-            *((getattr(self, name), name) for name in ("pa", "host", "md", "sp", "compile", "graphs")),
+            *((getattr(self, name), name) for name in ("pa", "host", "md", "sp", "compile")),
             (self.precision not in ("fp32", "fp64"), self.precision),
             (self.grad_dtype != "fp32", "grad16"),
             *((True, f"{name}={value}") for name, value in self.options),
@@ -181,7 +181,6 @@ class Case(NamedTuple):
                 freeze_parameters=self.frozen,
                 compile=self.compile,
                 fused_kernels=self.kernels,
-                cuda_graph_impl="local" if self.graphs else "none",
                 initial_loss_scale=2.0**12,  # these models' gradients are large: none overflows
             ),
             optimizer=replace(
@@ -289,7 +288,7 @@ class Outcome(NamedTuple):
 
 
 def new_engine(rank: int, case: Case) -> Engine:
-    return Engine(case.config(), Mesh.build(case.layout, rank, torch.device("cpu")))
+    return Engine(case.config(), Mesh.build(case.layout, rank, torch.device("cpu")), explain=explain_out_of_memory)
 
 
 def evaluate(rank: int, case: Case) -> tuple[float, int]:

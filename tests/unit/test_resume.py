@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard
 from megazero.checkpoint.locking import SaveLock
 from megazero.config.cli import parse
 from megazero.config.schema import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig
@@ -25,6 +24,7 @@ from megazero.data.fingerprint import fingerprint
 from megazero.data.writer import IndexedWriter
 from megazero.run.resume import changed_options, check_data, find_checkpoint
 from megazero.run.run_state import RunState
+from megazero.zero.shards import LocalShard
 
 STATE = RunState(1, 8, 1, None, asdict(ModelConfig()), {}, {}, run="ours")
 

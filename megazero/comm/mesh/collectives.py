@@ -106,7 +106,7 @@ class Axis:
         reads: tuple[torch.Tensor, ...] = (),
         writes: tuple[torch.Tensor, ...] = (),
         result: torch.Tensor | None = None,
-        then: Callable[[], None] | None = None,
+        then: Callable[[], object] | None = None,
         peer: int | None = None,
     ) -> Pending:
         """Start a collective.
@@ -351,9 +351,9 @@ class Pending:
 
     def __init__(
         self,
-        wait: Callable[[], None] | None = None,
+        wait: Callable[[], object] | None = None,
         held: tuple[torch.Tensor, ...] = (),
-        then: Callable[[], None] | None = None,
+        then: Callable[[], object] | None = None,
     ) -> None:
         """`wait` returns when the backend has finished; `then` uses the result."""
         self._wait, self._held, self._then = wait, held, then

@@ -175,7 +175,7 @@ class Mesh:
         """Return the values of x [n], after waiting for the device to compute them."""
         return x.tolist()
 
-    def agree(self, value: int, op: dist.ReduceOp) -> int:
+    def agree(self, value: int, op: dist.ReduceOp.RedOpType) -> int:
         """Reduce a number over all ranks, from host to host, without waiting for a device."""
         return int(self.host.all_reduce_(torch.tensor(value), op=op, kind="control"))
 

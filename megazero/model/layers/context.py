@@ -15,10 +15,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.mesh.collectives import AsyncTensor, Axis, Pending
+from megazero.comm.mesh.mesh import Mesh
+from megazero.config.schema import Config
+from megazero.kernels.compiled import compiled
 from megazero.kernels.dropout import Dropout, Rows
-from megazero.kernels.matmul import TORCH, Products
+from megazero.kernels.matmul import TORCH, Products, writes_wide
 from megazero.kernels.rotary import Rotary, RotaryTables
-from megazero.kernels.table import EAGER, Kernels
+from megazero.kernels.table import EAGER, KERNELS, Kernels
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.model.layers.balance import Balance
 from megazero.model.layers.dealt import DealtTokens
@@ -87,6 +90,30 @@ class Context:
     recomputed: frozenset[int] = frozenset()  # numbers of the blocks that backward computes again
     ep: Axis = field(default_factory=lambda: Axis("ep", [0], 0))  # the ranks that share a layer's experts
     expert_tp: Axis | None = None  # the ranks that share the inner width of an expert; None: tp
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, tracker: MemoryTracker, recomputed: frozenset[int]) -> Context:
+        """Return the context of a training engine; `config` is resolved."""
+        training = config.training
+        kernels = KERNELS[training.kernels_on(mesh.device.type)]
+        return cls(
+            stream=ResidualStream(mesh.tp, sharded=config.parallel.sequence_parallel),
+            tracker=tracker,
+            precision=training.precision,
+            device=mesh.device,
+            seed=training.seed,
+            selective=config.activations.recompute == "selective",
+            products=Products(
+                onednn=training.matmul_backend == "onednn",
+                in_place=writes_wide(mesh.device, DTYPES[training.precision]),
+            ),
+            kernels=compiled(kernels, mesh.device) if training.compile else kernels,
+            cp=mesh.cp,
+            ring=config.parallel.cp_exchange == "ring",
+            recomputed=recomputed,
+            ep=mesh.ep,
+            expert_tp=mesh.etp,
+        )
 
     @property
     def dtype(self) -> torch.dtype:

@@ -38,7 +38,7 @@ from megazero.model.layers.context import Context, MicroBatchInfo
 from megazero.model.layers.dispatch import Dispatch
 from megazero.model.layers.expert_scores import ExpertScores, without_room
 from megazero.model.layers.weight import GradWriter
-from megazero.plan.sizes import ROUTER_SUMS
+from megazero.plan.layout.layers import ROUTER_SUMS
 
 
 class Routed(NamedTuple):

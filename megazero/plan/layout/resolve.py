@@ -82,8 +82,6 @@ def check_layout(config: Config, world_size: int) -> Layout:
     """Return the layout of a checked configuration, with layers split evenly. Raises as `resolve`."""
     check_values(config)
     _check_schedule(config)
-    if config.training.cuda_graph_impl == "local":
-        _check_graphs(config)
     _check_context(config)
     return make_layout(config, world_size)
 
@@ -298,33 +296,6 @@ def gathers_keys(config: Config) -> str:
         f"--window-size {model.window_size}": model.window_size > 0,
     }
     return next((flag for flag, given in flags.items() if given), "")
-
-
-def _check_graphs(config: Config) -> None:
-    """Refuse flags that change a block's kernels, addresses or random numbers between replays of its graph."""
-    model, data, name = config.model, config.data, config.parallel.pipeline_schedule
-    tp, masks = config.parallel.tensor_model_parallel_size, "a graph would repeat the masks of its capture; use 0"
-    cp = config.parallel.context_parallel_size
-    documents = "attention depends on the starts of documents; drop it"
-    refused = {
-        "--zero-stage 3": (config.zero.zero_stage == 3, "weights are gathered to other addresses; use 2"),
-        f"--tensor-model-parallel-size {tp}": (tp > 1, "collectives are not captured; use 1"),
-        f"--context-parallel-size {cp}": (cp > 1, "collectives are not captured; use 1"),
-        f"--hidden-dropout {model.hidden_dropout:g}": (model.hidden_dropout > 0, masks),
-        f"--attention-dropout {model.attention_dropout:g}": (model.attention_dropout > 0, masks),
-        "--recompute full": (
-            config.activations.recompute == "full",
-            "a graph keeps the memory that recompute frees; use selective or none",
-        ),
-        f"--pipeline-schedule {name}": (SCHEDULES[name].backlog, "weight gradients are made with the others; use 1f1b"),
-        "--reset-attention-mask": (data.reset_attention_mask, documents),
-        "--reset-position-ids": (data.reset_position_ids, documents),
-        f"--num-experts {model.num_experts}": (model.num_experts > 0, "tokens of an expert vary; drop it"),
-        "--compile": (config.training.compile, "captures of compiled kernels are not tested; drop it"),
-    }
-    for flag, (given, reason) in refused.items():
-        if given:
-            raise ValueError(f"--cuda-graph-impl local with {flag}: {reason}, or use --cuda-graph-impl none")
 
 
 def _grad_dtype(config: Config) -> str:

@@ -77,7 +77,6 @@ class RankSpec:
     ranks: int = 1
     overlap: bool = True
     recompute: bool = False  # of blocks
-    graphs: bool = False  # blocks are replayed as CUDA graphs
     partitioned: bool = False  # kept inputs, over tp
     on_host: bool = False  # kept inputs
     on_disk: bool = False  # the states of units that are on the host
@@ -145,9 +144,6 @@ class RankSpec:
     def recomputes(self, layer: PlannedLayer) -> bool:
         return self.recompute and layer.use is Use.LAYER and layer.has_backward
 
-    def captures(self, layer: PlannedLayer) -> bool:
-        return self.graphs and layer.use is Use.LAYER and layer.has_backward
-
     def pipeline(self, micro_batches: int) -> Pipeline:
         return Pipeline(self.rank, self.ranks, micro_batches, len(self.chunks), self.backlog, self.v_shaped, self.costs)
 
@@ -191,7 +187,6 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         ranks=layout.pp,
         overlap=config.zero.overlap_comm,
         recompute=activations.recompute == "full",
-        graphs=config.captures_blocks,
         partitioned=activations.partition_activations,
         on_host=activations.checkpoint_in_cpu,
         on_disk=bool(config.optimizer.optimizer_nvme_offload),
