@@ -96,7 +96,7 @@ def own(o: Options, architecture: str, device: torch.device) -> list[Part]:
 
     execute(*[Open(name) for name in run.units])
     for unit in run.units.values():
-        unit.gradients.sharded = unit.gradients.unsharded
+        unit.gradients.reduced = unit.gradients.unsharded
     return [("forward", forward), ("backward", backward), ("norm", of_a_step)]
 
 

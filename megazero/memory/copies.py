@@ -159,11 +159,13 @@ class HostLink:
         """sent: bytes of copies so far, under PCIE."""
         self.device, self.sent = device, sent
         self.streams = None if device.type == "cpu" else Streams(device)
+        self.stores = False  # since `finish_stores`
         if self.streams is not None:
             self.storing, self.fetching = self.streams.new(), self.streams.new()
 
     def start_store(self, source: torch.Tensor, host: torch.Tensor) -> DeviceCopy:
         """Start to copy `source` to `host`."""
+        self.stores = True
         return self._start(source, host, source, None if self.streams is None else self.storing)
 
     def start_fetch(self, host: torch.Tensor, out: torch.Tensor) -> DeviceCopy:
@@ -181,6 +183,7 @@ class HostLink:
         return DeviceCopy(on_device, stream.record_event())
 
     def finish_stores(self) -> None:
-        """Wait until the host can read all that was stored."""
-        if self.streams is not None:
+        """Wait until the host can read all that was stored; later calls do nothing."""
+        if self.streams is not None and self.stores:
             self.storing.synchronize()
+        self.stores = False

@@ -117,7 +117,7 @@ class States(NamedTuple):
             Share(rates.weights, group.shards if policy.parameters else 1),
             Share(rates.optimizer, group.parts, 1 - offloaded),
             Share(gradients, group.parts, 1 - offloaded),
-            Share(gradients, group.shards, 1 - offloaded) if policy.gradients else Share(gradients),
+            Share(gradients, group.shards, 1 - offloaded) if policy.reduces_each(offloaded > 0) else Share(gradients),
             Share(0 if in_files else rates.host, group.parts, offloaded),
             Share(rates.host if in_files else 0, group.parts, offloaded),
         )

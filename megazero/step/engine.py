@@ -211,14 +211,13 @@ class Engine:
         each = len(batches[0].samples)
         return micro_batches(samples or len(batches) * each * self.mesh.dp.size, each, 1)
 
-    def _step_params(self, lr: float, divisor: float) -> dict[bool, StepParams]:
-        """Return the inputs of updates in host memory (True), and on the device."""
+    def _step_params(self, lr: float, divisor: float) -> dict[torch.device, StepParams]:
+        """Return the inputs of updates, by the device that computes them."""
         found = {}
-        for on_host in {unit.flat.on_host for unit in self.zero.trained_units}:
-            device = torch.device("cpu") if on_host else self.mesh.device
+        for device in {unit.home.device for unit in self.zero.trained_units}:
             number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=device)
             by = None if divisor == 1.0 else torch.full_like(number, divisor, dtype=self.zero.options.master_dtype)
-            found[on_host] = StepParams(self.config.optimizer, lr, number, by, self.updates + 1)
+            found[device] = StepParams(self.config.optimizer, lr, number, by, self.updates + 1)
         return found
 
     def begin(self) -> None:

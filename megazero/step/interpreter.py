@@ -95,7 +95,7 @@ class Interpreter:
         self.since = 0.0
         self.observe: Observer | None = None
         self.square_sum: torch.Tensor
-        self._step_params: Mapping[bool, StepParams] | None = None
+        self._step_params: Mapping[torch.device, StepParams] = {}
         self.reset()
         self._start: dict[type, Callable[[Any], Pending]] = {
             ops.Gather: self._gather,
@@ -108,8 +108,8 @@ class Interpreter:
             ops.StoreGradient: lambda op: self.units[op.unit].gradients.start_store(),
             ops.FetchGradient: lambda op: self.units[op.unit].gradients.start_fetch(),
             ops.FetchWeights: lambda op: self.units[op.unit].optimizer.start_fetch(),
-            ops.ReadStates: lambda op: self.units[op.unit].file.start_read(),
-            ops.WriteStates: lambda op: self.units[op.unit].file.start_write(),
+            ops.ReadStates: lambda op: self.units[op.unit].home.start_read(),
+            ops.WriteStates: lambda op: self.units[op.unit].home.start_write(),
             ops.Recv: self._recv,
             ops.Send: self._send,
         }
@@ -179,8 +179,8 @@ class Interpreter:
         losses, self.losses = self.losses, {}
         return losses
 
-    def update(self, program: Program, params: Mapping[bool, StepParams]) -> None:
-        """Carry out the second part of a program. params: for states in host memory (True), and on the device."""
+    def update(self, program: Program, params: Mapping[torch.device, StepParams]) -> None:
+        """Carry out the second part of a program. params: by the device that updates."""
         self._step_params = params
         with torch.no_grad():
             self.execute(program.update)
@@ -330,6 +330,5 @@ class Interpreter:
         self.square_sum = self.zero.gradient_square_sum(self.tied)
 
     def _update(self, op: ops.Update) -> None:
-        assert self._step_params is not None
         unit = self.units[op.unit]
-        unit.optimizer.step(self._step_params[unit.flat.on_host], unit.gradients.take())
+        unit.optimizer.step(self._step_params[unit.home.device], unit.gradients.take())

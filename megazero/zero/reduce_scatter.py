@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from megazero.comm.mesh.collectives import Axis, Pending
 from megazero.memory.pool import BufferPool
-from megazero.memory.tracker import Allocation, MemoryTracker
+from megazero.memory.tracker import MemoryTracker
 from megazero.plan.layout.flat_layout import Range
 from megazero.plan.layout.zero_policy import Buckets
 from megazero.zero.flat_unit import FlatUnit
-
-
-class Buffer(NamedTuple):
-    """A tensor and its entry in the tracker."""
-
-    data: torch.Tensor
-    allocation: Allocation
+from megazero.zero.home import Buffer
 
 
 class Reducer:

@@ -17,31 +17,35 @@ class ZeroPolicy:
     """The states that are sharded over the ranks of a sharding group."""
 
     optimizer: bool
-    # reduced after every micro-batch: whole gradients do not outlive a unit's backward. Without a sharded optimizer,
-    # only those of units with states in host memory, where they are added up
-    gradients: bool
+    gradients: bool  # reduced after every micro-batch: whole gradients do not outlive a unit's backward
     parameters: bool
     gathers_once: bool = False  # once per iteration, not at every use: FSDP2's reshard_after_forward=False
+    # Units whose states are in host memory or a file add up each micro-batch's gradients there, also on one rank
+    sums_at_home: bool = False
 
     @property
     def syncs(self) -> bool:
         """True if every rank keeps whole weights and updates a part of them."""
         return self.optimizer and not self.parameters
 
+    def reduces_each(self, on_host: bool) -> bool:
+        """Return whether a unit's gradients are reduced after every micro-batch. on_host: its states are not here."""
+        return self.gradients or (self.sums_at_home and on_host)
+
     @classmethod
     def for_stage(cls, config: ZeroConfig, size: int, offloads: bool = False) -> ZeroPolicy:
         """Return the policy of --zero-stage over `size` ranks. With one rank, every stage is stage 0.
 
         Args:
-            offloads: some units have their states in host memory, where one rank can add up gradients too.
+            offloads: some units have their states in host memory or a file.
         """
-        stage = config.zero_stage if size > 1 else 0
-        adds = config.zero_stage if offloads else stage
+        stage, every = config.zero_stage if size > 1 else 0, config.zero_reduce_every == "micro-batch"
         return cls(
             optimizer=stage >= 1,
-            gradients=adds >= 2 and config.zero_reduce_every == "micro-batch",
+            gradients=stage >= 2 and every,
             parameters=stage >= 3,
             gathers_once=stage >= 3 and config.zero_gather_every == "step",
+            sums_at_home=offloads and config.zero_stage >= 2 and every,
         )
 
 
@@ -169,8 +173,8 @@ def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int, on
     They are the buffers that outlive a unit's backward: sharded ones, unless they are in host memory (`on_host`), and
     unsharded ones that accumulate.
     """
-    stays = not policy.optimizer and not (policy.gradients and on_host)
-    accumulates = stays or (not policy.gradients and micro_batches > 1)
+    each = policy.reduces_each(on_host)
+    accumulates = not each and (micro_batches > 1 or not policy.optimizer)
     return PersistentGradients(unsharded=arena and accumulates, sharded=arena and policy.optimizer and not on_host)
 
 

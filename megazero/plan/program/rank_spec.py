@@ -133,8 +133,7 @@ class RankSpec:
 
     def reduces_each(self, unit: str) -> bool:
         """Return True if the gradients of every micro-batch are reduced, and added up in their owned range."""
-        policy = self.policy(unit)
-        return policy.gradients and (policy.optimizer or self.units[unit].on_host)
+        return self.policy(unit).reduces_each(self.units[unit].on_host)
 
     @property
     def offloaded_units(self) -> list[str]:
