@@ -19,8 +19,8 @@ class UnitGradients:
     """Gradients of one unit, in --grad-dtype.
 
     unsharded  [numel]  from `open` to `start_reduce`
-    reduced    [owned]  their sum over the ranks that share a copy, from `start_reduce` to the update; in the unit's home
-                        from `start_store` on
+    reduced    [owned]  their sum over the ranks that share a copy, from `start_reduce` to the update; in the unit's
+                        home from `start_store` on
     """
 
     def __init__(self, unit: FlatUnit, options: ZeroOptions, home: Home) -> None:
