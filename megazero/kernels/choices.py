@@ -62,7 +62,10 @@ def triton_complaint(device: torch.device) -> str:
     try:
         if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
             return "it needs a GPU of compute capability 8.0"
-        ours, theirs = (Dropout(0.5, 0, 0, "trial", k.dropout).mask(x, rows) for k in (TRITON, EAGER))
+        ours, theirs = (
+            Dropout(probability=0.5, seed=0, layer=0, site="trial", kernel=k.dropout).mask(x, rows)
+            for k in (TRITON, EAGER)
+        )
         same = torch.equal(ours, theirs)
     except Exception as error:
         lines = str(error).strip().splitlines()

@@ -40,7 +40,7 @@ def draw(seed: int, spec: ParamSpec, block: LocalBlock, start: int, stop: int) -
     if spec.std == 0.0 or start == stop:
         return torch.full((stop - start,), spec.mean)
     dim = max((dim for dim, _ in spec.sharded), default=0)
-    return _draw_part(seed, spec, block, dim, start, stop).mul_(spec.std).add_(spec.mean)
+    return _draw_part(seed, spec, block, dim=dim, start=start, stop=stop).mul_(spec.std).add_(spec.mean)
 
 
 def _draw_part(seed: int, spec: ParamSpec, block: LocalBlock, dim: int, start: int, stop: int) -> torch.Tensor:

@@ -112,8 +112,12 @@ class StreamCopies(Copies):
         super().__init__(sent)
         self.streams = Streams(device)
         self.storing, self.fetching = self.streams.new(), self.streams.new()
-        self.outgoing = BufferPool(numel, dtype, device, tracker, "buffers", count=COPY_DEPTH)
-        self.incoming = BufferPool(numel, dtype, device, tracker, "buffers", count=COPY_DEPTH)
+        self.outgoing = BufferPool(
+            numel=numel, dtype=dtype, device=device, tracker=tracker, kind="buffers", count=COPY_DEPTH
+        )
+        self.incoming = BufferPool(
+            numel=numel, dtype=dtype, device=device, tracker=tracker, kind="buffers", count=COPY_DEPTH
+        )
         self.left: list[torch.cuda.Event | None] = [None] * COPY_DEPTH  # end of the last copy from each outgoing buffer
         self.stores = self.fetches = 0  # so far; buffers take turns
 

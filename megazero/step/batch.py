@@ -69,7 +69,7 @@ class Dealer(NamedTuple):
 
 
 def _deals(dealer: Dealer, length: int, samples: tuple[tuple[int, ...], ...]) -> list[Deal]:
-    return deal_samples(length, dealer.ranks, samples, dealer.windows, dealer.multiple)
+    return deal_samples(length, dealer.ranks, samples, windows=dealer.windows, multiple=dealer.multiple)
 
 
 # Without documents, all micro-batches are dealt in the same way.
@@ -131,7 +131,11 @@ def upload_step(
             position_documents=found if data.reset_position_ids else None,
             dealt=dealt,
         )
-        micro_batches.append(DeviceBatch(ids, labels, mask, info, next(arrived) if by_sample else None))
+        micro_batches.append(
+            DeviceBatch(
+                ids=ids, labels=labels, loss_mask=mask, tokens=info, targets=next(arrived) if by_sample else None
+            )
+        )
     return Uploaded(micro_batches, targets, corpora, works)
 
 

@@ -217,7 +217,9 @@ class Engine:
         for device in {unit.home.device for unit in self.zero.trained_units}:
             number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=device)
             by = None if divisor == 1.0 else torch.full_like(number, divisor, dtype=self.zero.options.master_dtype)
-            found[device] = StepParams(self.config.optimizer, lr, number, by, self.updates + 1)
+            found[device] = StepParams(
+                config=self.config.optimizer, lr=lr, step=number, divisor=by, number=self.updates + 1
+            )
         return found
 
     def begin(self) -> None:
@@ -350,7 +352,12 @@ class Engine:
         for part, states in self.zero.owned_states():
             for state, data in states.items():
                 found[state_name(state, part.spec.name)] = LocalShard(
-                    part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data
+                    global_shape=part.spec.shape,
+                    offset=part.block.offset,
+                    local_shape=part.block.shape,
+                    start=part.start,
+                    stop=part.stop,
+                    data=data,
                 )
         return found
 

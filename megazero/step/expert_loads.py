@@ -136,4 +136,6 @@ class Routers:
         count, parts = max(1, sum(map(sum, choices))), max(1.0, targets) * layers
         entropy, dropped, aux, z = (sum(column) for column in zip(*(row[experts:] for row in rows), strict=True))
         entropy *= self.model.moe_router_topk
-        return ExpertLoads(choices, entropy / count, dropped / count, aux / parts, z / parts)
+        return ExpertLoads(
+            choices=choices, entropy=entropy / count, dropped=dropped / count, aux_loss=aux / parts, z_loss=z / parts
+        )

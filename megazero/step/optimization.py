@@ -64,7 +64,13 @@ class LossScale:
         if config.precision != "fp16":
             return None
         c = config
-        return cls(c.initial_loss_scale, c.min_loss_scale, c.loss_scale_window, c.hysteresis, c.hysteresis)
+        return cls(
+            value=c.initial_loss_scale,
+            least=c.min_loss_scale,
+            window=c.loss_scale_window,
+            hysteresis=c.hysteresis,
+            left=c.hysteresis,
+        )
 
     @property
     def exhausted(self) -> bool:

@@ -161,7 +161,15 @@ class FlatUnit:
             shape = owned.numel // math.prod(inner), *inner
             numbers = (0, *(dim - spec.leading + 1 for dim in spec.matrices if dim >= spec.leading))
             axis = self.mesh.axis(matrices.axis) if matrices.axis else None
-            found.append(OwnedMatrices(matrices, within, shape, numbers, axis if axis and axis.peers else None))
+            found.append(
+                OwnedMatrices(
+                    matrices=matrices,
+                    owned=within,
+                    shape=shape,
+                    numbers=numbers,
+                    ranks=axis if axis and axis.peers else None,
+                )
+            )
         return found
 
     def owned_in(self, ranges: Iterable[Range]) -> list[Range]:

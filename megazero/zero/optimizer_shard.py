@@ -103,7 +103,13 @@ class OptimizerShard:
                 if owned.spec.blocked
             ]
             noise = Noise(self.options.seed, pieces, self.device)
-        return RuledPart(rule, part, states, self.unit.matrices(part) if rule.whole_matrices else [], noise)
+        return RuledPart(
+            rule=rule,
+            owned=part,
+            states=states,
+            matrices=self.unit.matrices(part) if rule.whole_matrices else [],
+            noise=noise,
+        )
 
     def step(self, params: StepParams, gradient: Buffer) -> None:
         """Update the master weights, free the reduced gradient, and cast the weights.

@@ -35,7 +35,9 @@ class Reducer:
     ) -> None:
         self.axis, self.buckets, self.overlap = axis, buckets, overlap
         numel = buckets.packed + axis.scratch_numel(buckets.row)  # to pack into, then scratch
-        self.pool = BufferPool(numel, dtype, device, tracker, "buffers", count=buckets.slots)
+        self.pool = BufferPool(
+            numel=numel, dtype=dtype, device=device, tracker=tracker, kind="buffers", count=buckets.slots
+        )
         self.pending = [Pending() for _ in range(buckets.slots)]
         self.sending: Buffer | None = None  # a whole gradient buffer in flight, not packed
 

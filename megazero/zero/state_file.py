@@ -237,4 +237,7 @@ def file_buffers(units: Sequence[FlatUnit], options: ZeroOptions, link: HostLink
     blocks = [Block(num_bytes, options) for num_bytes in block_sizes(sizes)]
     starts = itertools.accumulate(sizes, initial=0)
     found = zip(units, itertools.cycle(blocks), starts, strict=False)
-    return {unit.name: FileBuffer(unit, options, link, file, block, at) for unit, block, at in found}
+    return {
+        unit.name: FileBuffer(unit=unit, options=options, link=link, file=file, block=block, at=at)
+        for unit, block, at in found
+    }

@@ -51,10 +51,14 @@ class ParamUnit:
         self.weights = UnitWeights(flat, options)
         self.gradients = UnitGradients(flat, options, home)
         resident, at_rest = home.states
-        self.optimizer = OptimizerShard(flat, self.weights.sharded, options, home, resident)
+        self.optimizer = OptimizerShard(
+            unit=flat, weights=self.weights.sharded, options=options, home=home, memory=resident
+        )
         self.at_rest = self.optimizer
         if at_rest is not None:
-            self.at_rest = OptimizerShard(flat, self.weights.sharded, options, home, at_rest)
+            self.at_rest = OptimizerShard(
+                unit=flat, weights=self.weights.sharded, options=options, home=home, memory=at_rest
+            )
         self.at_rest.initialize()
 
 
@@ -100,7 +104,14 @@ class Zero:
         ranges = [unit.flat.ranges for unit in self.units.values() if reduces and unit.flat.group == group]
         axis = self.mesh.axis(group.axis)
         buckets = plan_buckets(o.bucket_size, ranges, axis.rank, o.overlap)
-        return Reducer(axis, buckets, o.grad_dtype, self.mesh.device, o.tracker, o.overlap)
+        return Reducer(
+            axis=axis,
+            buckets=buckets,
+            dtype=o.grad_dtype,
+            device=self.mesh.device,
+            tracker=o.tracker,
+            overlap=o.overlap,
+        )
 
     def start_reduce(self, unit: str) -> Pending:
         """Sum a unit's gradients over its sharding group."""

@@ -84,13 +84,19 @@ class Mesh:
                 group = maker.of_axis(layout.groups(name), name, urgent=name in URGENT)
                 for ranks in layout.groups(name):
                     if rank in ranks:
-                        axes[name] = Axis(name, ranks, rank, group, in_flight, hosts)
+                        axes[name] = Axis(
+                            name=name, ranks=ranks, rank=rank, group=group, in_flight=in_flight, hosts=hosts
+                        )
             if device.type != "cpu":
                 make_links(layout, axes["pp"], maker)
             world = dist.group.WORLD if len(everyone) > 1 else None
-            axes["host"] = axes["world"] = Axis("world", everyone, rank, world, in_flight, hosts)
+            axes["host"] = axes["world"] = Axis(
+                name="world", ranks=everyone, rank=rank, group=world, in_flight=in_flight, hosts=hosts
+            )
             if gloo is not None:
-                axes["host"] = Axis("host", everyone, rank, gloo, in_flight, hosts)
+                axes["host"] = Axis(
+                    name="host", ranks=everyone, rank=rank, group=gloo, in_flight=in_flight, hosts=hosts
+                )
             mesh = cls(layout, rank, device, in_flight=in_flight, **axes)
             mesh.connect()
             return mesh

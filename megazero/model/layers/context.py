@@ -138,7 +138,7 @@ class Context:
         return ResidualStream(self.etp, self.stream.sharded and bool(self.etp.peers))
 
     def dropout(self, probability: float, layer: int, site: str) -> Dropout:
-        return Dropout(probability, self.seed, layer, site, self.kernels.dropout)
+        return Dropout(probability=probability, seed=self.seed, layer=layer, site=site, kernel=self.kernels.dropout)
 
     @functools.cached_property
     def released(self) -> torch.Tensor:
@@ -187,7 +187,19 @@ class Context:
                 matrix that an optimizer of matrices leaves to AdamW: a table, a head, a router.
         """
         axes = tuple((sharded or {}).items())
-        spec = ParamSpec("", shape, axes, decays, std, mean, pads, frozenset(summed), True, per_token, matrices)
+        spec = ParamSpec(
+            name="",
+            shape=shape,
+            sharded=axes,
+            decays=decays,
+            std=std,
+            mean=mean,
+            pads=pads,
+            summed=frozenset(summed),
+            trains=True,
+            per_token=per_token,
+            matrices=matrices,
+        )
         held = {"tp": self.tp, "ep": self.ep, "etp": self.etp}
         block = spec.local(
             {name: axis.rank for name, axis in held.items()}, {name: axis.size for name, axis in held.items()}

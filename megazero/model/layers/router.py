@@ -98,7 +98,7 @@ class Router(nn.Module):
         capacity = whole if balance is None else self.model.expert_capacity
         limited = self._limited(ids, logits, capacity, tokens) if capacity < whole else ids
         most = len(ids) * self.experts * capacity // whole
-        dispatch = Dispatch.of(context.ep, limited, self.experts, most, self.on_host)
+        dispatch = Dispatch.of(context.ep, limited, self.experts, most=most, on_host=self.on_host)
         choices = Choices(limited.to(torch.int16), None, dispatch)
         if balance is None:
             return choices
@@ -109,7 +109,7 @@ class Router(nn.Module):
             best = self.scores.best(logits) if self.scores.are_restricted else ids
             counts = context.cp.all_reduce_(samples @ torch.zeros_like(logits).scatter_(1, best, 1.0))
             choices = choices._replace(counts=context.tp.all_reduce_(counts) if context.shares_tokens else counts)
-        self._record(logits, samples, loads, choices, tokens.length, balance)
+        self._record(logits, samples, loads, choices=choices, length=tokens.length, balance=balance)
         if not has_graph and self.number in context.recomputed:
             balance.keep(self.number, choices, context.tracker)
         return choices

@@ -255,7 +255,15 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     numel = round_up(at, ALIGN * size)
     gaps.append(Range(at, numel))
     kinds.append((WeightKind(), gaps[-1]))
-    return FlatLayout(windows, [gap for gap in gaps if gap.numel], sections, Range(0, decayed), kinds, pieces, numel)
+    return FlatLayout(
+        windows=windows,
+        gaps=[gap for gap in gaps if gap.numel],
+        sections=sections,
+        decayed=Range(0, decayed),
+        kinds=kinds,
+        pieces=pieces,
+        numel=numel,
+    )
 
 
 def _pieces(p: FlatParam, at: int) -> list[FlatPiece]:

@@ -73,13 +73,13 @@ class ShardingGroup:
         """Return the group along `axis`. With one rank, its policy is stage 0."""
         shards, whole = layout.sizes[axis], config.optimizer.rules.matrices.whole_matrices
         return cls(
-            ZeroPolicy.for_stage(config.zero, shards, offload_fraction(config) > 0),
-            axis,
-            shards,
-            replica_axis,
-            layout.sizes[replica_axis],
-            whole,
-            over_tp,
+            policy=ZeroPolicy.for_stage(config.zero, shards, offload_fraction(config) > 0),
+            axis=axis,
+            shards=shards,
+            replica_axis=replica_axis,
+            replicas=layout.sizes[replica_axis],
+            whole=whole,
+            over_tp=over_tp,
         )
 
     @property
@@ -221,10 +221,12 @@ def plan_buckets(bucket_size: int, units: Sequence[Sequence[Range]], place: int,
         place: this rank's.
     """
     if not units:
-        return Buckets(0, 1, False, 0, 0)
+        return Buckets(columns=0, slots=1, packs=False, row=0, packed=0)
     largest, shards = max(map(_mean, units)), len(units[0])
     columns = min(largest, max(ALIGN, bucket_size // shards // ALIGN * ALIGN))
-    found = Buckets(columns, 2 if overlap and largest > columns else 1, largest > columns, 0, 0)
+    found = Buckets(
+        columns=columns, slots=2 if overlap and largest > columns else 1, packs=largest > columns, row=0, packed=0
+    )
     rows = [found.rows(ranges, 0) for ranges in units]  # the longest are first
     packed = max(sum(row.numel for row in each) for each in rows) if found.packs else 0
     return found._replace(row=max(each[place].numel for each in rows), packed=packed)

@@ -144,7 +144,15 @@ class RankSpec:
         return self.recompute and layer.use is Use.LAYER and layer.has_backward
 
     def pipeline(self, micro_batches: int) -> Pipeline:
-        return Pipeline(self.rank, self.ranks, micro_batches, len(self.chunks), self.backlog, self.v_shaped, self.costs)
+        return Pipeline(
+            rank=self.rank,
+            ranks=self.ranks,
+            micro_batches=micro_batches,
+            chunks=len(self.chunks),
+            backlog=self.backlog,
+            v_shaped=self.v_shaped,
+            costs=self.costs,
+        )
 
 
 def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> RankSpec:
@@ -165,7 +173,15 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         group, sequence_parallel = groups[group_of(name)], config.parallel.sequence_parallel
         summed = tuple(group.summed(flats[name], sequence_parallel))
         sums, trains = bool(summed) or (sequence_parallel and group.over_tp), any(spec.trains for spec in params)
-        units[name] = Unit(flats[name], trains, ranges[name], sums, summed, group_of(name), name in on_host)
+        units[name] = Unit(
+            flat=flats[name],
+            trains=trains,
+            owned=ranges[name],
+            sums_over_tp=sums,
+            summed=summed,
+            group=group_of(name),
+            on_host=name in on_host,
+        )
     chunks: list[tuple[PlannedLayer, ...]] = []
     for chunk, stage in enumerate(layout.stages(pp)):
         found: list[PlannedLayer] = []
@@ -174,7 +190,11 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
             kind = layers.kinds[name]
             names = (*(name + end for end in kind.suffixes), *kind.reads)
             trains = any(units[n].trains for n in names)
-            found.append(PlannedLayer(name, names, kind.use, trains, passes, kind.name))
+            found.append(
+                PlannedLayer(
+                    name=name, units=names, use=kind.use, trains=trains, passes_gradient=passes, kind=kind.name
+                )
+            )
             passes = passes or trains
         chunks.append(tuple(found))
     activations = config.activations
