@@ -86,7 +86,7 @@ def choose_matmul_backend(
         reason = "this torch has no oneDNN" if device == "cpu" else f"the device is {device}"
         raise ValueError(f"--matmul-backend onednn: {reason}; use torch, or auto")
     if device == "cuda":
-        settings = torch.backends.cuda.matmul  # of the process. With them, cuBLAS would add partial sums in 16 bit
+        settings = torch.backends.cuda.matmul  # with other settings, cuBLAS would add partial sums in 16 bit
         settings.allow_bf16_reduced_precision_reduction = False
         settings.allow_fp16_reduced_precision_reduction = False
         line = ""

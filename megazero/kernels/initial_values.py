@@ -61,7 +61,7 @@ def _draw_part(seed: int, spec: ParamSpec, block: LocalBlock, dim: int, start: i
             parts.append(standard_normal(seed, spec.name, here + begin, here + end))
         return torch.cat(parts)
     out = torch.empty((last - first) * width)
-    rows = max(1, 16 * BLOCK // row)  # of a chunk, so that memory is bounded
+    rows = max(1, 16 * BLOCK // row)  # a chunk's rows, so that memory is bounded
     for at in range(first, last, rows):
         end = min(at + rows, last)
         values = standard_normal(seed, spec.name, (above + at) * row, (above + end) * row).view(-1, row)

@@ -114,10 +114,10 @@ class LayerSizes(NamedTuple):
     backward: Counter[str]
     logits: int  # held from its forward to its backward
     queued: int  # held by its queued weight gradients
-    saved: tuple[int, ...]  # of every tensor that autograd saves, except its input
-    saved_input: int  # of its input, if autograd saves it
-    tables: dict[Hashable, int]  # of each table that is allocated at startup; layers share equal tables
-    routes: int = 0  # of its experts' choices, held from its Forward to its Recompute
+    saved: tuple[int, ...]  # bytes of every tensor that autograd saves, except the layer's input
+    saved_input: int  # bytes of the layer's input, if autograd saves it
+    tables: dict[Hashable, int]  # bytes of each table that is allocated at startup; layers share equal tables
+    routes: int = 0  # bytes of the choices of experts, held from Forward to Recompute
 
     def kept(self, own_input: bool) -> int:
         """Return the bytes that autograd saves in a forward, without logits, which are a separate kind."""
@@ -178,7 +178,7 @@ def least_held(config: Config, layout: Layout, numel: Mapping[str, int], blocks:
     held: Counter[str] = Counter()
     for name, count in numel.items():
         held.update(states[name].at_rest(count))
-        if states[name].host.part == 1:  # of a fraction, the units may be larger
+        if states[name].host.part == 1:  # with a smaller fraction, the units may be larger
             held["host"] += states[name].host.of(count)
     if training.freeze_parameters or not config.trains:  # layers before the first trained one keep no input
         return held

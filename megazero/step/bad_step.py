@@ -23,7 +23,7 @@ class LayerResult(NamedTuple):
     """Result of a layer's Forward or Backward. They are ordered as a micro-batch computes them."""
 
     backward: bool
-    order: int  # of the layer, in the direction of the operation
+    order: int  # place of the layer, in the direction of the operation
     micro_batch: int
 
     @classmethod

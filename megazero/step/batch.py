@@ -55,7 +55,7 @@ class Dealer(NamedTuple):
     ranks: int
     rank: int
     multiple: int  # tokens of a rank are a multiple of this
-    windows: tuple[int, ...]  # of the layers; 0: none
+    windows: tuple[int, ...]  # windows of the layers; 0: none
 
     @classmethod
     def of(cls, config: Config, layout: Layout, rank: int) -> Dealer:

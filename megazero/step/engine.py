@@ -50,7 +50,7 @@ class StepResult(NamedTuple):
     loss: float  # nats per target, before the update
     grad_norm: float
     lr: float
-    loss_scale: float  # of this iteration's gradients
+    loss_scale: float  # scale of this iteration's gradients
     skipped: bool  # no update, because the gradients are not finite or no target counts
     skip_reason: str | None  # if skipped
     gradient_bytes: int  # just before the update

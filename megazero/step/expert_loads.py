@@ -91,7 +91,7 @@ class Routers:
         """
         if self.biases is not None:
             loads = summed.view(-1, self.model.num_experts + ROUTER_SUMS)[:, : self.model.num_experts]
-            ahead = (loads * self.model.num_experts - loads.sum(1, keepdim=True)).sign()  # of exact integers
+            ahead = (loads * self.model.num_experts - loads.sum(1, keepdim=True)).sign()  # the integers are exact
             self.biases.sub_(ahead, alpha=self.model.moe_router_bias_update_rate)
 
     def by_layer(self) -> Iterator[tuple[int, torch.Tensor]]:

@@ -31,17 +31,17 @@ class ZeroOptions:
     tracker: MemoryTracker
     sizes: OptimizerSizes
     dtype: torch.dtype = torch.float32
-    product_dtype: torch.dtype = torch.float32  # of matrix products in an update
+    product_dtype: torch.dtype = torch.float32  # for matrix products in an update
     grad_dtype: torch.dtype = torch.float32
     bucket_size: int = 40_000_000  # elements
     overlap: bool = True
     contiguous: bool = False  # one allocation for gradients that outlive a unit's backward
-    micro_batches: int = 1  # of a step
+    micro_batches: int = 1  # micro-batches of a step
     sequence_parallel: bool = False
     trains: bool = True  # False: no gradients and no optimizer states
     poison: bool = False  # write NaN into freed weights and fresh gradients: --poison-buffers
     seed: int = 0
-    states_folder: str = ""  # of files with the states of units that are on the host; empty: they are in host memory
+    states_folder: str = ""  # folder of the states' files (--optimizer-nvme-offload); empty: states are in memory
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh, tracker: MemoryTracker) -> ZeroOptions:

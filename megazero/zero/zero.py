@@ -77,7 +77,7 @@ class Zero:
         self.queue: list[tuple[Weight, GradWriter]] | None = None
         self.arena = UnshardedArena(options)
         flats = [FlatUnit(name, weights, options.mesh, spec) for name, weights in units.items()]
-        order = {unit: number for number, unit in enumerate(spec.offloaded_units)}  # of updates
+        order = {unit: number for number, unit in enumerate(spec.offloaded_units)}  # order of updates
         on_host = [flat for flat in flats if flat.on_host]
         hosts = self._host_buffers(sorted(on_host, key=lambda flat: order.get(flat.name, len(order))))
         device = Home(options.mesh.device)

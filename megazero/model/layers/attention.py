@@ -332,7 +332,7 @@ class Groups(NamedTuple):
 
     batch: int
     num_heads: int  # n/tp
-    norms: EachHead | AllHeads | tuple[()]  # of queries and keys, before rotation
+    norms: EachHead | AllHeads | tuple[()]  # for queries and keys, before rotation
     rotary: Callable[..., None]  # see `Kernels`
     tables: RotaryTables
     positions: torch.Tensor | None  # [b, s]; None: 0 to s - 1 in every sample

@@ -81,7 +81,7 @@ class Context:
     tracker: MemoryTracker
     precision: str
     device: torch.device
-    seed: int = 0  # of initial weights and dropout masks
+    seed: int = 0  # seed for initial weights and dropout masks
     selective: bool = False  # recompute large and cheap tensors in backward
     products: Products = TORCH
     kernels: Kernels = EAGER
@@ -222,10 +222,10 @@ class MicroBatchInfo(NamedTuple):
     rows: tuple[Rows, ...]  # the T' tokens, by sample; a row is a token's index in its sample
     runs: tuple[range, ...]  # the positions of the T' tokens, as ranges of consecutive ones
     cache: KVCache | None = None  # in generation: keys and values of earlier tokens, to which these are added
-    attention_documents: Documents | None = None  # to which attention is restricted; None: whole samples
-    position_documents: Documents | None = None  # with which positions restart; None: with every sample
+    attention_documents: Documents | None = None  # attention is restricted to them; None: whole samples
+    position_documents: Documents | None = None  # positions restart with them; None: with every sample
     dealt: DealtTokens | None = None  # this rank's part of each sample; None: all of it
-    balance: Balance | None = None  # of a training step of a model with experts
+    balance: Balance | None = None  # set in training steps of models with experts
     head_positions: torch.Tensor | None = None  # positions of the T tokens, [b, t]; None: 0 to s - 1 in every sample
 
     @classmethod
@@ -278,7 +278,7 @@ class DeviceBatch(NamedTuple):
     labels: torch.Tensor  # [b, t] int64
     loss_mask: torch.Tensor  # [b, t] fp32, 1 where the target counts
     tokens: MicroBatchInfo
-    targets: torch.Tensor | None = None  # of each whole sample, [b] fp64; of a model with experts
+    targets: torch.Tensor | None = None  # number of targets of each whole sample, [b] fp64; None without experts
 
     def balanced(self, seed: torch.Tensor) -> DeviceBatch:
         """Return the micro-batch with the numbers that balance losses need; seed: d objective / d loss, a scalar."""

@@ -86,7 +86,7 @@ class Dispatch(NamedTuple):
         """
         flat, pretends = ids.flatten(), axis.pretended
         counts = flat.new_zeros(2 * experts).scatter_add_(0, flat, torch.ones_like(flat))[:experts]
-        total = min(len(flat), most)  # of a trace
+        total = min(len(flat), most)  # a trace routes this many rows
         if not axis.peers:
             sizes = _sizes(counts, total, pretends) if on_host or most < len(ids) * experts else None
             rows = len(flat) if sizes is None else sum(sizes)

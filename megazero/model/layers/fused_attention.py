@@ -25,7 +25,7 @@ from megazero.model.layers.piece_kernels import CpuKernel, FlashKernel, PieceKer
 from megazero.model.layers.pieces import parts, pieces_of, window_mask
 from megazero.model.layers.scores import Scores
 
-FLASH_CAPABILITY = (8, 0)  # of a GPU: FlashAttention runs from Ampere on
+FLASH_CAPABILITY = (8, 0)  # least compute capability: FlashAttention runs from Ampere on
 
 
 def is_fused(

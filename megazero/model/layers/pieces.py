@@ -19,7 +19,7 @@ ALIGNMENT = 8  # elements of a mask's row that GPUs read together
 LEAST_CHUNK = 64  # queries of a window's pieces: fewer cost more in calls than they save in masked keys
 
 EVERY = slice(None)
-Index = tuple[slice, slice, slice]  # of [b, heads, tokens, ..]
+Index = tuple[slice, slice, slice]  # indexes [b, heads, tokens, ..]
 
 
 class Piece(NamedTuple):
@@ -59,7 +59,7 @@ class BlockRows(NamedTuple):
 
     ranges: Ranges
     starts: list[int]
-    rows: list[int]  # of each range's first token
+    rows: list[int]  # row of each range's first token
 
     @classmethod
     def of(cls, ranges: Ranges) -> BlockRows:

@@ -87,7 +87,7 @@ class Router(nn.Module):
         exact, choices = wide(x), None
         logits = F.linear(x.to(exact), self.weight.data.to(exact))
         if has_graph and tokens.balance is not None:
-            choices = tokens.balance.take(self.number)  # of the Forward that this Recompute repeats
+            choices = tokens.balance.take(self.number)  # choices of the Forward that this Recompute repeats
         if choices is None:
             choices = self._choose(logits, tokens, has_graph)
         return Routed(logits, choices, self.mixed(logits, choices))
@@ -191,7 +191,7 @@ class Router(nn.Module):
         if balance is None or not (model.moe_aux_loss_coeff or model.moe_z_loss_coeff):
             return
         sample = self._places(len(logits), tokens) // tokens.length
-        scale = (balance.targets * balance.seed).to(logits.dtype)[sample, None]  # of the mean losses of a sample
+        scale = (balance.targets * balance.seed).to(logits.dtype)[sample, None]  # weight of a sample's mean losses
         if choices.counts is not None:
             slope = choices.counts[sample] * (model.moe_aux_loss_coeff * self._aux_factor(tokens.length))
             shares = self.scores.logs(logits).softmax(-1)

@@ -42,10 +42,10 @@ class ParamSpec:
     """A parameter of the global model."""
 
     name: str  # "blocks.3.mlp.up.weight"
-    shape: tuple[int, ...]  # of the global tensor, padding excluded
+    shape: tuple[int, ...]  # global shape, padding excluded
     sharded: tuple[tuple[int, str], ...]  # (dim, the axis that shards it); over all other axes it is replicated
     decays: bool
-    std: float = 0.0  # of the initial normal distribution
+    std: float = 0.0  # standard deviation of the initial values
     mean: float = 0.0
     pads: bool = False  # rows are padded: the vocabulary
     summed: frozenset[str] = frozenset()  # axes that sum its gradient, besides the data-parallel ones

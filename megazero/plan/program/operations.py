@@ -220,7 +220,13 @@ Op = (
     | (Open | GradNorm | Update | Start | Wait)
 )
 Ops = list[Op]
-HOST_COPIES = (StoreGradient, FetchGradient, FetchWeights, ReadStates, WriteStates)  # of units
+HOST_COPIES = (
+    StoreGradient,
+    FetchGradient,
+    FetchWeights,
+    ReadStates,
+    WriteStates,
+)  # copies between device and host memory, by unit
 COMPUTE = (Forward, Recompute, Backward, BackwardWeights)
 
 

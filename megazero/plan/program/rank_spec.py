@@ -56,7 +56,7 @@ class Unit(NamedTuple):
     sums_over_tp: bool = False  # at least one gradient
     summed: tuple[Range, ...] = ()  # elements whose gradients are summed over tp
     group: str = DENSE  # its sharding group
-    on_host: bool = False  # its master weights, states and reduced gradients
+    on_host: bool = False  # master weights, states and reduced gradients are in host memory
 
     @property
     def numel(self) -> int:
@@ -76,15 +76,15 @@ class RankSpec:
     rank: int = 0  # along the pipeline
     ranks: int = 1
     overlap: bool = True
-    recompute: bool = False  # of blocks
-    partitioned: bool = False  # kept inputs, over tp
-    on_host: bool = False  # kept inputs
-    on_disk: bool = False  # the states of units that are on the host
-    arena: bool = False  # kept inputs
+    recompute: bool = False  # blocks are recomputed
+    partitioned: bool = False  # kept inputs are partitioned over tp
+    on_host: bool = False  # kept inputs are in host memory
+    on_disk: bool = False  # units on the host have their states in a file
+    arena: bool = False  # kept inputs are in an arena
     tied: str | None = None  # the unit of the embedding group
     backlog: int | None = None  # micro-batches whose weight gradients may wait
     v_shaped: bool = False  # placement of virtual stages
-    costs: Costs = EQUAL  # of a block's passes
+    costs: Costs = EQUAL  # costs of a block's passes
 
     @functools.cached_property
     def placement(self) -> tuple[int, ...]:
