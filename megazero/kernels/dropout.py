@@ -36,9 +36,8 @@ from megazero.kernels.eager import is_stand_in
 from megazero.kernels.hashing import FIRST_ROUND, GOLDEN, SECOND_ROUND, mix_, round_, scalars, signed
 from megazero.kernels.initial_values import seed_of
 
-CORE_ELEMENTS = (
-    1 << 18
-)  # elements of a mask that a core computes together. With fewer, calling torch takes most of the time
+# Elements of a mask that a core computes together. With fewer, calling torch takes most of the time
+CORE_ELEMENTS = 1 << 18
 GPU_ELEMENTS = 1 << 26  # few, large kernels with at most half a GB of scratch memory
 
 
