@@ -59,6 +59,30 @@ class StepResult(NamedTuple):
     experts: ExpertLoads | None = None  # None: the model has no experts
 
 
+class Computed(NamedTuple):
+    """Numbers of a step's gradients, read by the host; the same on all ranks."""
+
+    targets_by_corpus: list[float]
+    loss_sums: list[float]  # sum of the losses of a corpus' targets
+    norm: float
+    choices: torch.Tensor  # statistics of the routers, see `Routers.summed`
+    routed: list[float]  # the same on the host
+    seed_gradient: torch.Tensor
+
+    @property
+    def targets(self) -> float:
+        return sum(self.targets_by_corpus)
+
+    @property
+    def loss(self) -> float:
+        return sum(self.loss_sums) / self.targets if self.targets else math.nan
+
+    @property
+    def means(self) -> tuple[float | None, ...]:
+        """Mean loss of each corpus; None if none of its targets counts."""
+        return tuple(loss / n if n else None for loss, n in zip(self.loss_sums, self.targets_by_corpus, strict=True))
+
+
 class Engine:
     """One rank's part of the model, its optimizer and its programs."""
 
@@ -151,60 +175,75 @@ class Engine:
         targets, the loss and the norm together. So it decides whether to skip the step before a weight has changed, and
         the GPU computes the update while the host launches the next step's first layers.
         """
-        optimizer, interpreter = self.config.optimizer, self.interpreter
+        self.begin()
+        step = self.program(self.config.parallel.pipeline_schedule, len(batches))
+        uploaded = self._upload(batches, training=True)
         scale = self.scale.value if self.scale else 1.0
         # Note [the divisor in fp16]: gradients that are divided by the millions of targets of a global batch underflow
         # in fp16. So they are divided by the targets of an average micro-batch, and their sum by `parts`, the number of
         # micro-batches without padding, which is the same in every layout.
         parts = self._parts(batches, samples) if self.scale else 1
-        self.begin()
-        step = self.program(self.config.parallel.pipeline_schedule, len(batches))
-        uploaded = self._upload(batches, training=True)
-        counted = self._count_targets(uploaded.targets)
-        # `scalar / tensor` multiplies by a rounded reciprocal; div_ rounds once
-        seed_gradient = torch.full_like(counted[0], scale * parts).div_(counted.sum().clamp(min=1))
-        losses = self._run(step, uploaded, seed_gradient)
-        choices = self.routers.summed(self.mesh)
-        targets_by_corpus, sums, [square_sum], routed = self._read(
-            counted, self._global_losses(losses, uploaded), interpreter.square_sum[None], choices
-        )
-        targets = sum(targets_by_corpus)
-        norm = math.sqrt(square_sum) / (scale * parts)
-        gradient_bytes = self.tracker.now["gradients"]
-        lr, skip_reason = learning_rate(optimizer, iteration), None
-        skipped = targets == 0 or not math.isfinite(norm)
-        if skipped:
-            skip_reason = self._first_nonfinite() if targets else "no target counts in this batch"
-            self.zero.discard_gradients()
+        found = self._compute_gradients(step, uploaded, scale * parts)
+        lr, gradient_bytes = learning_rate(self.config.optimizer, iteration), self.tracker.now["gradients"]
+        skip_reason = None
+        if found.targets and math.isfinite(found.norm):
+            self._update(step, found, lr, scale * parts)
         else:
-            with self._explained(step):
-                divisor = scale * parts / clip_factor(norm, optimizer.clip_grad)
-                interpreter.update(step, self._step_params(lr, divisor))
-            self.routers.update(choices)
-            self.updates += 1
-        mean = sum(sums) / targets if targets else math.nan
-        if skipped and targets and (self.scale is None or not math.isfinite(mean)):  # not an ordinary fp16 overflow
-            skip_reason = f"{self._first_bad_result(step, batches, uploaded, seed_gradient)}; {skip_reason}"
-        if self.scale and skipped and targets and self.scale.exhausted:
+            skip_reason = self._skip(step, batches, uploaded, found)
+        overflows = skip_reason is not None and found.targets > 0
+        if self.scale and overflows and self.scale.exhausted:
             raise LossScaleExhausted(
                 f"iteration {iteration}: gradients overflow at the smallest loss scale (--min-loss-scale {scale:g}), "
-                f"first: {skip_reason}; the loss is {mean:g}. Lower --lr, or train in bf16"
+                f"first: {skip_reason}; the loss is {found.loss:g}. Lower --lr, or train in bf16"
             )
-        self.scale = self.scale and self.scale.after(skipped and targets > 0)
-        means = tuple(loss / n if n else None for loss, n in zip(sums, targets_by_corpus, strict=True))
-        by_corpus = means if self.num_corpora > 1 else ()
+        self.scale = self.scale and self.scale.after(overflows)
         return StepResult(
-            loss=mean,
-            grad_norm=norm,
+            loss=found.loss,
+            grad_norm=found.norm,
             lr=lr,
             loss_scale=scale,
-            skipped=skipped,
+            skipped=skip_reason is not None,
             skip_reason=skip_reason,
             gradient_bytes=gradient_bytes,
             imbalance=uploaded.imbalance,
-            loss_by_corpus=by_corpus,
-            experts=self.routers.read(routed, targets),
+            loss_by_corpus=found.means if self.num_corpora > 1 else (),
+            experts=self.routers.read(found.routed, found.targets),
         )
+
+    def _compute_gradients(self, step: Program, uploaded: Uploaded, factor: float) -> Computed:
+        """Compute the step's gradients, multiplied by `factor`, and read their numbers: see Note [one wait]."""
+        counted = self._count_targets(uploaded.targets)
+        # `scalar / tensor` multiplies by a rounded reciprocal; div_ rounds once
+        seed_gradient = torch.full_like(counted[0], factor).div_(counted.sum().clamp(min=1))
+        losses = self._run(step, uploaded, seed_gradient)
+        choices = self.routers.summed(self.mesh)
+        targets, sums, [square_sum], routed = self._read(
+            counted, self._global_losses(losses, uploaded), self.interpreter.square_sum[None], choices
+        )
+        return Computed(
+            targets_by_corpus=targets,
+            loss_sums=sums,
+            norm=math.sqrt(square_sum) / factor,
+            choices=choices,
+            routed=routed,
+            seed_gradient=seed_gradient,
+        )
+
+    def _update(self, step: Program, found: Computed, lr: float, factor: float) -> None:
+        """Clip and update; gradients are `factor` times the model's."""
+        with self._explained(step):
+            divisor = factor / clip_factor(found.norm, self.config.optimizer.clip_grad)
+            self.interpreter.update(step, self._step_params(lr, divisor))
+        self.routers.update(found.choices)
+        self.updates += 1
+
+    def _skip(self, step: Program, batches: Sequence[Batch], uploaded: Uploaded, found: Computed) -> str:
+        """Discard the gradients, and return why: no target counts, or a gradient is not finite."""
+        reason = self._first_nonfinite() if found.targets else "no target counts in this batch"
+        self.zero.discard_gradients()
+        if found.targets and (self.scale is None or not math.isfinite(found.loss)):  # not an ordinary fp16 overflow
+            reason = f"{self._first_bad_result(step, batches, uploaded, found.seed_gradient)}; {reason}"
+        return reason
 
     def _parts(self, batches: Sequence[Batch], samples: int) -> int:
         """Count the micro-batches of all replicas that are not padding."""
