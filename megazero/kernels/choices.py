@@ -17,7 +17,7 @@ from megazero.config.schema import Config
 from megazero.kernels.dropout import Dropout, Rows
 from megazero.kernels.matmul import FASTER, has_onednn, onednn_gain
 from megazero.kernels.table import EAGER, TRITON
-from megazero.plan.layout.dealing import dealt_tokens
+from megazero.plan.layout.dealing import rank_tokens
 from megazero.plan.layout.topology import Layout
 
 LEAST, MOST = 10**8, 2 * 10**9  # FLOPs of a product: below the first oneDNN gains nothing; the second takes long enough
@@ -105,7 +105,7 @@ def choose_matmul_backend(
 def _gain(config: Config, layout: Layout, measure: Callable[[int, int, int], float]) -> float:
     """Return torch's time over oneDNN's for an MLP's first product; 0 if there is no choice or no gain."""
     model, training = config.model, config.training
-    tokens, outer = training.micro_batch_size * dealt_tokens(config, layout), model.ffn_size // layout.tp
+    tokens, outer = rank_tokens(config, layout), model.ffn_size // layout.tp
     per_token = 2 * model.hidden_size * outer
     if training.precision == "fp64" or not has_onednn() or tokens * per_token < LEAST:
         return 0.0

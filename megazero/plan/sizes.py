@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
 from megazero.memory import COPY_DEPTH
-from megazero.plan.layout.dealing import dealt_tokens
+from megazero.plan.layout.dealing import rank_tokens
 from megazero.plan.layout.flat_layout import Matrices, Range, partition_numel
 from megazero.plan.layout.layers import ROUTER_SUMS, LayerKind
 from megazero.plan.layout.parameters import unit_layout
@@ -127,7 +127,7 @@ class LayerSizes(NamedTuple):
 def hidden_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     """Return the bytes of a block's input, and of a message between stages: a rank's part of the residual stream."""
     training, model = config.training, config.model
-    tokens = training.micro_batch_size * dealt_tokens(config, layout, cp_rank)
+    tokens = rank_tokens(config, layout, cp_rank)
     rows = tokens // layout.tp if config.parallel.sequence_parallel else tokens
     return rows * model.hidden_size * BYTES[training.precision]
 
@@ -142,15 +142,14 @@ def kept_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
 def keys_bytes(config: Config, layout: Layout) -> int:
     """Return the bytes of a micro-batch's keys and values on a rank, in a layer."""
     model, training = config.model, config.training
-    tokens = training.micro_batch_size * dealt_tokens(config, layout)
+    tokens = rank_tokens(config, layout)
     return 2 * tokens * max(1, model.query_groups // layout.tp) * model.head_dim * BYTES[training.precision]
 
 
 def logits_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     """Return the bytes of a micro-batch's logits on a rank of the last stage, without the vocabulary's padding."""
     training, model = config.training, config.model
-    rows = training.micro_batch_size * dealt_tokens(config, layout, cp_rank)
-    return rows * model.vocab_size * BYTES[training.precision] // layout.tp
+    return rank_tokens(config, layout, cp_rank) * model.vocab_size * BYTES[training.precision] // layout.tp
 
 
 def elements(kind: LayerKind, layout: Layout, groups: Mapping[str, ShardingGroup]) -> Counter[str]:

@@ -23,7 +23,7 @@ from megazero.memory.tracker import MemoryTracker
 from megazero.model.layers.context import Context, DeviceBatch
 from megazero.model.stage import Stage, block_numbers, declare
 from megazero.optim.step import StepParams
-from megazero.plan.layout.dealing import dealt_tokens
+from megazero.plan.layout.dealing import rank_tokens
 from megazero.plan.program.program import Program, program
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.schedule.schedules import EVALUATION
@@ -111,8 +111,8 @@ class Engine:
         self.zero = Zero(ZeroOptions.of(config, mesh, self.tracker), self.model.units, self.spec)
         step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
-        tokens = config.training.micro_batch_size * dealt_tokens(config, mesh.layout, mesh.cp.rank)
-        activation = ActivationSpec((len(context.stream.tokens(tokens)), model.hidden_size), context.dtype, mesh.device)
+        tokens = context.stream.tokens(rank_tokens(config, mesh.layout, mesh.cp.rank))
+        activation = ActivationSpec((len(tokens), model.hidden_size), context.dtype, mesh.device)
         computes = {name: self.model.layer(name).compute for name in self.spec.layers}
         self.interpreter = Interpreter(
             layers={name: (layer, computes[name]) for name, layer in self.spec.layers.items()},

@@ -181,3 +181,8 @@ def dealt_multiple(config: Config) -> int:
 def dealt_tokens(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     """Return the tokens of a sample on a context-parallel rank; the first rank has the most."""
     return share(config.model.seq_length, layout.cp, cp_rank, dealt_multiple(config))
+
+
+def rank_tokens(config: Config, layout: Layout, cp_rank: int = 0) -> int:
+    """Return T, the tokens of a micro-batch on a context-parallel rank; the first rank has the most."""
+    return config.training.micro_batch_size * dealt_tokens(config, layout, cp_rank)

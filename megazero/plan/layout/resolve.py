@@ -11,7 +11,7 @@ from megazero.config.flags import as_flag
 from megazero.config.limits import divisors, shorten
 from megazero.config.optimizers import BLOCK, MOST_BLOCKS
 from megazero.config.schema import ActivationConfig, Config, ParallelConfig
-from megazero.config.validate import check_values
+from megazero.config.validate import check_values, ring_refusal
 from megazero.plan.layout.dealing import dealt_multiple
 from megazero.plan.layout.layers import Declare, layer_costs
 from megazero.plan.layout.topology import Layout
@@ -283,19 +283,8 @@ def _check_context(config: Config) -> None:
             f"--cp-exchange {parallel.cp_exchange} needs a --context-parallel-size of at least 2; raise it, or use "
             "--cp-exchange auto"
         )
-    if parallel.cp_exchange == "ring" and (flag := gathers_keys(config)):
-        raise ValueError(f"--cp-exchange ring with {flag}, which needs all keys at once; use all-gather, or auto")
-
-
-def gathers_keys(config: Config) -> str:
-    """Return the flag for whose sake attention needs all keys of a query at once; empty if there is none."""
-    model = config.model
-    flags = {
-        f"--attention-dropout {model.attention_dropout:g}": model.attention_dropout > 0,
-        f"--attention-softcap {model.attention_softcap:g}": model.attention_softcap > 0,
-        f"--window-size {model.window_size}": model.window_size > 0,
-    }
-    return next((flag for flag, given in flags.items() if given), "")
+    if parallel.cp_exchange == "ring" and (reason := ring_refusal(config)):
+        raise ValueError(f"--cp-exchange ring with {reason}; use all-gather, or auto")
 
 
 def _grad_dtype(config: Config) -> str:
