@@ -25,13 +25,13 @@ from benchmarks.measure import ratio_interval
 from benchmarks.peers import Work
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, TrainingConfig
-from megazero.data.loader import MicroBatch
 from megazero.kernels.choices import choose_matmul_backend
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.price.bytes.estimate import stage_bytes
 from megazero.price.time.devices import known_devices, load_device
 from megazero.price.trace.trace import model_flops
+from megazero.step.batch import MicroBatch
 from megazero.step.engine import Engine
 
 

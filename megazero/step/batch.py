@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -22,15 +22,16 @@ from megazero.plan.layout.dealing import Deal, deal_samples, dealt_multiple
 from megazero.plan.layout.topology import Layout
 
 
-class Batch(Protocol):
-    """A micro-batch of b samples on the host; see `data.loader.MicroBatch`."""
+class MicroBatch(NamedTuple):
+    """A micro-batch of b samples on the host. A sample that is padding consists of token 0, and no target counts."""
 
     ids: torch.Tensor  # [b, s] int64
     labels: torch.Tensor  # [b, s] int64
     loss_mask: torch.Tensor  # [b, s] fp32, 1 where the target counts
-    samples: tuple[int, ...]  # global numbers
-    document_starts: torch.Tensor | None  # [b, s] int64, index at which each token's document begins; None: unused
-    corpora: tuple[int, ...]  # number of each sample's corpus; empty: one corpus
+    samples: tuple[int, ...]  # global numbers; PADDING for padding
+    # [b, s] int64: index at which each token's document begins; None if no flag needs it
+    document_starts: torch.Tensor | None = None
+    corpora: tuple[int, ...] = ()  # number of each sample's corpus; empty: one corpus
 
 
 class Uploaded(NamedTuple):
@@ -77,7 +78,7 @@ _deals_of_whole_samples = functools.lru_cache(maxsize=8)(_deals)
 
 
 def upload_step(
-    batches: Sequence[Batch],
+    batches: Sequence[MicroBatch],
     *,
     stream: ResidualStream,
     data: DataConfig,
@@ -147,7 +148,7 @@ def sum_by_corpus(values: torch.Tensor, corpora: torch.Tensor, num_corpora: int)
     return torch.where(each == corpora, values, 0.0).sum(1)
 
 
-def _documents(batch: Batch) -> Documents | None:
+def _documents(batch: MicroBatch) -> Documents | None:
     """Return the micro-batch's documents; None if every sample is one document."""
     starts = batch.document_starts
     return None if starts is None or not starts.any() else Documents.of(starts)

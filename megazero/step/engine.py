@@ -28,7 +28,7 @@ from megazero.plan.program.program import Program, program
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.schedule.schedules import EVALUATION
 from megazero.step.bad_step import Inspector, first_bad_result
-from megazero.step.batch import Batch, Dealer, Uploaded, sum_by_corpus, upload_step
+from megazero.step.batch import Dealer, MicroBatch, Uploaded, sum_by_corpus, upload_step
 from megazero.step.expert_loads import ExpertLoads, Routers
 from megazero.step.interpreter import ActivationSpec, Compute, Interpreter
 from megazero.step.optimization import LossScale, clip_factor, learning_rate
@@ -165,7 +165,7 @@ class Engine:
                 error.add_note(note)
             raise
 
-    def train_step(self, iteration: int, batches: Sequence[Batch], samples: int = 0) -> StepResult:
+    def train_step(self, iteration: int, batches: Sequence[MicroBatch], samples: int = 0) -> StepResult:
         """Run one iteration, counted from 1, over this rank's micro-batches.
 
         Args:
@@ -237,7 +237,7 @@ class Engine:
         self.routers.update(found.choices)
         self.updates += 1
 
-    def _skip(self, step: Program, batches: Sequence[Batch], uploaded: Uploaded, found: Computed) -> str:
+    def _skip(self, step: Program, batches: Sequence[MicroBatch], uploaded: Uploaded, found: Computed) -> str:
         """Discard the gradients, and return why: no target counts, or a gradient is not finite."""
         reason = self._first_nonfinite() if found.targets else "no target counts in this batch"
         self.zero.discard_gradients()
@@ -245,7 +245,7 @@ class Engine:
             reason = f"{self._first_bad_result(step, batches, uploaded, found.seed_gradient)}; {reason}"
         return reason
 
-    def _parts(self, batches: Sequence[Batch], samples: int) -> int:
+    def _parts(self, batches: Sequence[MicroBatch], samples: int) -> int:
         """Count the micro-batches of all replicas that are not padding."""
         each = len(batches[0].samples)
         return micro_batches(samples or len(batches) * each * self.mesh.dp.size, each, 1)
@@ -281,7 +281,7 @@ class Engine:
         return f"the gradient of {names[at]} is not finite on rank {rank}" if at < len(names) else "a sum of gradients"
 
     def _first_bad_result(
-        self, step: Program, batches: Sequence[Batch], uploaded: Uploaded, seed_gradient: torch.Tensor
+        self, step: Program, batches: Sequence[MicroBatch], uploaded: Uploaded, seed_gradient: torch.Tensor
     ) -> str:
         """Repeat the step's gradients and name the first result that is not finite. All ranks call this."""
         inspector, observe = Inspector(self.interpreter, self.layers), self.interpreter.observe
@@ -294,13 +294,13 @@ class Engine:
         found = first_bad_result(self.mesh, inspector, [batch.samples for batch in batches])
         return found or "every layer's result was finite when the step was computed again"
 
-    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
+    def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """Return (sum of the cross-entropies, number of targets) of a global batch, on all ranks."""
         sums, targets = self.evaluate_by_corpus(batches)
         return sum(sums), sum(targets)
 
     @torch.no_grad()
-    def evaluate_by_corpus(self, batches: Sequence[Batch]) -> tuple[list[float], list[int]]:
+    def evaluate_by_corpus(self, batches: Sequence[MicroBatch]) -> tuple[list[float], list[int]]:
         """Return the sums of the cross-entropies and the numbers of targets, per corpus of a global batch."""
         uploaded = self._upload(batches, training=False)
         losses = self._run(self.program(EVALUATION, len(batches)), uploaded)
@@ -308,7 +308,7 @@ class Engine:
         return sums, [int(count) for count in targets]
 
     @torch.no_grad()
-    def next_logits(self, batch: Batch, places: Sequence[int]) -> torch.Tensor | None:
+    def next_logits(self, batch: MicroBatch, places: Sequence[int]) -> torch.Tensor | None:
         """Return the logits [b, v] after one place in each sample of a micro-batch, on the last stage; else None."""
         uploaded, wanted = self._upload([batch], training=False), torch.tensor(places, device=self.mesh.device)
         [micro_batch] = uploaded.micro_batches
@@ -329,7 +329,7 @@ class Engine:
         self._run(self.program(EVALUATION, 1), uploaded, head=head)
         return found[0] if found else None
 
-    def _upload(self, batches: Sequence[Batch], training: bool) -> Uploaded:
+    def _upload(self, batches: Sequence[MicroBatch], training: bool) -> Uploaded:
         return upload_step(
             batches,
             stream=self.model.stream,

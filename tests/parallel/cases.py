@@ -25,6 +25,7 @@ from megazero.model.stage import declare
 from megazero.observe.memory_report import explain_out_of_memory
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
+from megazero.step.batch import MicroBatch
 from megazero.step.engine import Engine
 from megazero.step.expert_loads import ExpertLoads
 
@@ -211,15 +212,6 @@ class Case(NamedTuple):
             sequence_parallel=self.sp,
         )
         return resolve(replace(config, parallel=parallel), self.world, 0, declare)
-
-
-class MicroBatch(NamedTuple):
-    ids: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    samples: tuple[int, ...]
-    document_starts: torch.Tensor | None = None
-    corpora: tuple[int, ...] = ()
 
 
 def document_starts(case: Case, ids: torch.Tensor) -> torch.Tensor | None:
