@@ -32,11 +32,11 @@ from rich.table import Table
 from benchmarks.measure import block_saves, interval, kept_by_a_block, korthikanti
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
-from megazero.data.loader import MicroBatch
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.estimate import estimate
+from megazero.step.batch import MicroBatch
 from megazero.step.engine import Engine
 
 

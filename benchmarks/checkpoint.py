@@ -32,11 +32,12 @@ import torch.multiprocessing
 
 from benchmarks.measure import interval
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard, manifest, planning, storage
+from megazero.checkpoint import manifest, planning, storage
 from megazero.config.cli import parse
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.rehearse.saves import pretended_shards
+from megazero.zero.shards import LocalShard
 
 COMPARED = (
     *(("write ours", "write plain"), ("write DCP", "write plain"), ("read ours", "read plain")),

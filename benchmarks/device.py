@@ -16,7 +16,6 @@ from torch.optim.adamw import adamw
 
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
-from megazero.data.loader import MicroBatch
 from megazero.memory.host import Available, host_memory
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
@@ -26,6 +25,7 @@ from megazero.plan.program.program import program
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.price.time.costs import StepCosts
 from megazero.price.time.devices import SECTIONS, Constant, Curves, Device
+from megazero.step.batch import MicroBatch
 from megazero.step.engine import Engine
 from tests.helpers.ranks import Program, Ranks
 

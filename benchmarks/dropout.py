@@ -106,9 +106,9 @@ def training_steps(rounds: int, device: torch.device) -> Times:
     """4 layers, hidden 512, 8 heads, sequence 256, two samples."""
     from megazero.comm.mesh.mesh import Mesh
     from megazero.config.schema import Config, ModelConfig, TrainingConfig
-    from megazero.data.loader import MicroBatch
     from megazero.model.stage import declare
     from megazero.plan.layout.resolve import resolve
+    from megazero.step.batch import MicroBatch
     from megazero.step.engine import Engine
 
     layers, h, n, s, v, b = 4, 512, 8, 256, 8192, 2

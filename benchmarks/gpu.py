@@ -25,13 +25,13 @@ from benchmarks.measure import ratio_interval
 from benchmarks.peers import Work
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, TrainingConfig
-from megazero.data.loader import MicroBatch
 from megazero.kernels.choices import choose_matmul_backend
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.price.bytes.estimate import stage_bytes
 from megazero.price.time.devices import known_devices, load_device
 from megazero.price.trace.trace import model_flops
+from megazero.step.batch import MicroBatch
 from megazero.step.engine import Engine
 
 
@@ -48,8 +48,6 @@ class Options:
     precision: str = "bf16"
     recompute: str = "none"
     """megazero's recompute: none, selective or full. The others keep everything."""
-    graphs: bool = False
-    """megazero with --cuda-graph-impl local."""
     offload: bool = False
     """megazero with --recompute full, once with its kept inputs on the device and once with them on the host."""
     systems: tuple[str, ...] = ("megazero", "compiled", "fsdp2")
@@ -71,7 +69,6 @@ class Own:
             work.config(0),
             activations=replace(work.config(0).activations, recompute=recompute, checkpoint_in_cpu=host),
         )
-        config = replace(config, training=replace(config.training, cuda_graph_impl="local" if o.graphs else "none"))
         config, self.layout = resolve(config, 1, 0, declare)
         mesh = Mesh.build(self.layout, 0, device)
         self.config, _ = choose_matmul_backend(config, mesh)

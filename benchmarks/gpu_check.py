@@ -118,13 +118,6 @@ PARTS = (
         180,
         tiny=(*ONE_LAYER, "--batches", "1", "2"),
     ),
-    Part(
-        "The same with CUDA graphs",
-        "Are they faster below micro-batch 8, where the host is the limit? Their losses: test_one_gpu",
-        ("-m", "benchmarks.step_trace", "--batches", "4", "8", "--graphs"),
-        120,
-        tiny=(*ONE_LAYER, "--batches", "1"),
-    ),
     _benchmark("", "Is it as fast as compiled PyTorch and FSDP2?", "GPT-2 with 124 M parameters", 120),
     Part(
         "Several GPUs are the same model as one",

@@ -9,16 +9,11 @@ one. megazero's time is that of the interpreter's Forward and Backward with weig
 torch's fused attention and accumulates gradients. `norm`: the gradient norm of --layers blocks, both embeddings and
 the head.
 
-With graphs (--cuda-graph-impl local), time and launches are those around the replays, which do nothing on these
-devices. On a GPU the two replays of a block are two more launches of some 10 to 20 us each. The measured block is the
-first: only it copies its input in and its gradient out.
-
     python -m benchmarks.host_time
 """
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 import warnings
@@ -73,9 +68,9 @@ def model_of(o: Options, architecture: str) -> ModelConfig:
     return replace(model, architecture="llama", num_query_groups=o.heads, untie_embeddings=True)
 
 
-def own(o: Options, architecture: str, device: torch.device, graphs: str = "none") -> list[Part]:
+def own(o: Options, architecture: str, device: torch.device) -> list[Part]:
     precision = "fp32" if device.type == "cpu" else "bf16"
-    training = TrainingConfig(micro_batch_size=1, precision=precision, matmul_backend="torch", cuda_graph_impl=graphs)
+    training = TrainingConfig(micro_batch_size=1, precision=precision, matmul_backend="torch")
     config, layout = resolve(Config(model=model_of(o, architecture), training=training), 1, 0, declare)
     engine = Engine(config, pretend_mesh(layout, 0, device, needs_staging_buffer=False))
     run = engine.interpreter
@@ -83,10 +78,6 @@ def own(o: Options, architecture: str, device: torch.device, graphs: str = "none
     tokens = MicroBatchInfo.of(ids, (0,), engine.model.stream, training=True)
     run.micro_batches = [DeviceBatch(ids, ids, ids.float(), tokens)]
     x = torch.randn(run.activation.shape, device=device).to(run.activation.dtype)
-    dx = x
-    if run.block_graphs is not None:
-        run.block_graphs.capture(engine.program("1f1b", 1), run.micro_batches[0])
-        dx = run.block_graphs.shared.dx
 
     def execute(*ops: Any) -> None:
         with torch.no_grad():
@@ -97,7 +88,7 @@ def own(o: Options, architecture: str, device: torch.device, graphs: str = "none
         execute(Forward("blocks.0", 0, graph=True))
 
     def backward() -> None:
-        run.dx[0] = dx
+        run.dx[0] = x
         execute(Backward("blocks.0", 0))
 
     def of_a_step() -> None:
@@ -105,7 +96,7 @@ def own(o: Options, architecture: str, device: torch.device, graphs: str = "none
 
     execute(*[Open(name) for name in run.units])
     for unit in run.units.values():
-        unit.gradients.sharded = unit.gradients.unsharded
+        unit.gradients.reduced = unit.gradients.unsharded
     return [("forward", forward), ("backward", backward), ("norm", of_a_step)]
 
 
@@ -146,7 +137,6 @@ def theirs(o: Options, architecture: str, device: torch.device) -> list[Part]:
 
 SYSTEMS = [
     System("megazero", own),
-    System("megazero, graphs", functools.partial(own, graphs="local")),
     System("transformers", theirs),
 ]
 

@@ -49,7 +49,8 @@ def kept_by_a_block(engine: Engine) -> list[int]:
     step = engine.program(engine.config.parallel.pipeline_schedule, 1)
     block = next(name for name, layer in engine.spec.layers.items() if layer.use is Use.LAYER)
     ops = [op for op in step.gradients if isinstance(op, (Keep, Forward)) and op.layer == block]
-    if run.has_kept:
+    keeps = engine.spec.recompute
+    if keeps:
         run.kept.begin(sum(isinstance(op, Keep) and op.slot is not None for op in ops))
     run.micro_batches = [DeviceBatch(ids, ids, ids, tokens)]
     with Allocated(run.activation.device) as allocated, torch.no_grad():
@@ -60,7 +61,7 @@ def kept_by_a_block(engine: Engine) -> list[int]:
         for _ in range(4):  # gloo's threads may hold a tensor a moment after it was waited for: until their next work
             engine.mesh.tp.all_reduce_(number)
         weights = [unit.weights.unsharded for unit in engine.zero.units.values()]
-        slots = run.kept.slots.slots if run.has_kept else []
+        slots = run.kept.slots.slots if keeps else []
         but = [number, run.x[0], *slots, *(whole for whole in weights if whole is not None)]
         sizes = allocated.sizes(but=but)
         sizes += [run.kept.slots.slot_bytes for op in ops if isinstance(op, Keep) and op.slot is not None]

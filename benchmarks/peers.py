@@ -285,9 +285,9 @@ def megazero(work: Work, device: torch.device, stage: int) -> Training:
     import torch.distributed as dist
 
     from megazero.comm.mesh.mesh import Mesh
-    from megazero.data.loader import MicroBatch
     from megazero.kernels.choices import choose_matmul_backend
     from megazero.plan.layout.resolve import resolve
+    from megazero.step.batch import MicroBatch
     from megazero.step.engine import Engine
 
     config, layout = resolve(work.config(stage), work.ranks, 0, declare)

@@ -117,7 +117,7 @@ def asleep(work: Work, device: torch.device) -> Training:
     import torch.distributed as dist
 
     from megazero.comm.mesh.mesh import Mesh
-    from megazero.data.loader import MicroBatch
+    from megazero.step.batch import MicroBatch
     from megazero.step.engine import Engine
 
     config, layout = work.resolved()

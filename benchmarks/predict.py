@@ -25,11 +25,11 @@ from benchmarks import device
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.cli import parse
 from megazero.config.schema import Config
-from megazero.data.loader import MicroBatch
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.time.step_time import step_time
+from megazero.step.batch import MicroBatch
 from megazero.step.engine import Engine
 from tests.helpers.ranks import Program, Ranks
 

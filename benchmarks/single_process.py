@@ -25,11 +25,11 @@ from benchmarks.measure import interval
 from megazero.comm.launch import launch
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig
-from megazero.data.loader import MicroBatch
 from megazero.kernels.choices import choose_matmul_backend
 from megazero.model.layers.context import DTYPES
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
+from megazero.step.batch import MicroBatch
 from megazero.step.engine import Engine
 
 

@@ -43,15 +43,13 @@ class Options:
     """Micro-batch sizes, in samples; a step has one micro-batch."""
     steps: int = 10
     """Steps that count, after three that do not."""
-    graphs: bool = False
-    """--cuda-graph-impl local."""
     folder: str = ""
     """Folder of the profiler's traces, for ui.perfetto.dev. Empty: none is written."""
 
     def of(self, batch: int) -> gpu.Options:
         """Return the options of `benchmarks.gpu` for a size."""
         sizes = self.layers, self.hidden, self.heads, self.seq_length, self.vocabulary
-        return gpu.Options(*sizes, batch, self.precision, graphs=self.graphs, steps=self.steps)
+        return gpu.Options(*sizes, batch, self.precision, steps=self.steps)
 
 
 class Measured(NamedTuple):

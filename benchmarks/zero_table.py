@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import Config, ModelConfig, TrainingConfig, ZeroConfig
-from megazero.data.loader import MicroBatch
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.estimate import estimate, stage_bytes
+from megazero.step.batch import MicroBatch
 from megazero.step.engine import Engine
 
 MODEL = ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=64, vocab_size=1024)

@@ -66,13 +66,17 @@ class KeptInputs:
         on_gpu = device.type != "cpu"
         self.copies: Copies | None = None
         if on_host:
-            self.copies = StreamCopies(self.part_numel, dtype, device, tracker, sent) if on_gpu else Copies(sent)
+            self.copies = (
+                StreamCopies(numel=self.part_numel, dtype=dtype, device=device, tracker=tracker, sent=sent)
+                if on_gpu
+                else Copies(sent)
+            )
         self.slots = BufferPool(
-            self.part_numel,
-            dtype,
-            torch.device("cpu") if on_host else device,
-            tracker,
-            self.free_kind,
+            numel=self.part_numel,
+            dtype=dtype,
+            device=torch.device("cpu") if on_host else device,
+            tracker=tracker,
+            kind=self.free_kind,
             contiguous=contiguous,
             pin=on_host and on_gpu,
         )

@@ -9,14 +9,12 @@ from megazero.checkpoint.background import BackgroundSaver, slow_group
 from megazero.checkpoint.folders import checkpoints, prune
 from megazero.checkpoint.in_memory import InMemory, MemoryCheckpoints
 from megazero.checkpoint.manifest import Damaged
-from megazero.checkpoint.shards import LocalShard
 
 __all__ = [
     "AgreedFailure",
     "BackgroundSaver",
     "Damaged",
     "InMemory",
-    "LocalShard",
     "MemoryCheckpoints",
     "checkpoints",
     "fill",

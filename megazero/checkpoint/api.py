@@ -10,9 +10,9 @@ from megazero.checkpoint import folders, manifest
 from megazero.checkpoint.agreement import Group, from_rank_0, rank_of, together
 from megazero.checkpoint.locking import SaveLock
 from megazero.checkpoint.planning import check_request, table_of
-from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.storage import ChunkReader, Save
 from megazero.comm.launch.world import this_generation
+from megazero.zero.shards import LocalShard
 
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from megazero.checkpoint.agreement import Group
 from megazero.checkpoint.api import NOTHING, save
-from megazero.checkpoint.shards import LocalShard
 from megazero.memory.tracker import Allocation, MemoryTracker
+from megazero.zero.shards import LocalShard
 
 # A rank waits at least this long for the slowest rank's write.
 LEAST_TIMEOUT_MINUTES = 60.0

@@ -49,12 +49,12 @@ from megazero.checkpoint.manifest import (
 from megazero.checkpoint.manifest import manifest_text as text_of
 from megazero.checkpoint.nodes import Nodes, exchange
 from megazero.checkpoint.planning import RankPlan, SaveLayout, file_name
-from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.storage import ChunkReader, Save, Target, WrittenFile
 from megazero.checkpoint.tensor_file import host_bytes
 from megazero.files import OutputFile, crc32, explain, read_regular, replacing
 from megazero.log import log
 from megazero.units import size, things
+from megazero.zero.shards import LocalShard
 
 IDENTITY = "memory-checkpoints.id"
 PIECE_BYTES = 16 << 20  # of a file, sent at once

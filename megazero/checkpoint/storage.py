@@ -31,10 +31,10 @@ from megazero.checkpoint.manifest import (
     write_manifest,
 )
 from megazero.checkpoint.planning import RankPlan, Read, SaveLayout, file_name, own_chunks, reads
-from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.tensor_file import host_bytes, write_safetensors
 from megazero.files import crc32, open_regular, sync_folder
 from megazero.plan.layout.regions import Region, Shape
+from megazero.zero.shards import LocalShard
 
 # One thread reads a chunk from the disk while the other computes a checksum or copies.
 READERS = 2

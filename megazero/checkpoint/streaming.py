@@ -28,11 +28,11 @@ from megazero.checkpoint.manifest import (
     write_manifest,
 )
 from megazero.checkpoint.planning import file_name
-from megazero.checkpoint.shards import CHUNK_BYTES, LocalShard
 from megazero.checkpoint.storage import ChunkReader
 from megazero.checkpoint.tensor_file import TensorFile
 from megazero.files import crc32, sync_folder
 from megazero.plan.layout.regions import Region, coverage_fault, split
+from megazero.zero.shards import CHUNK_BYTES, LocalShard
 
 FILE_BYTES = 4 << 30  # limit of a file, unless a single tensor is larger
 BAND_BYTES = 256 << 20  # limit of a band, in fp32: the part of a large table that is in memory at once

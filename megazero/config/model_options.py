@@ -278,11 +278,6 @@ class TrainingConfig:
     """Compile element-wise operations with torch.compile: GELU and SwiGLU, unless --fused-kernels is triton, and the
     softmax of attention if torch has no fused attention for it (with dropout, in bf16 on a CPU, in fp64 on a GPU). The
     start takes longer."""
-    cuda_graph_impl: Literal["none", "local"] = "none"
-    """local: capture the forward and the backward of each block as CUDA graphs, and replay them. This helps if steps
-    are limited by launch overhead (small micro-batches). It takes more memory. Not with --zero-stage 3, tensor
-    parallelism, dropout, --recompute full, zero-bubble schedules, --reset-attention-mask, --reset-position-ids or
-    --compile. Not yet run on a GPU."""
     fused_kernels: Literal["auto", "triton", "eager"] = "auto"
     """GPU: triton computes norms, GELU, SwiGLU, rotary positions, dropout with the residual sum, and the loss by fused
     kernels; eager computes them by torch's operators. auto: triton where it works, except in fp64. Dropout masks are

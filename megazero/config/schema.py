@@ -64,11 +64,6 @@ class Config:
         return self.parallel.pipeline_schedule if self.trains else EVALUATION
 
     @property
-    def captures_blocks(self) -> bool:
-        """True if blocks are replayed as CUDA graphs. An evaluation issues its operations one by one."""
-        return self.training.cuda_graph_impl == "local" and self.trains
-
-    @property
     def copies_kept_inputs(self) -> bool:
         """True if inputs that are kept in slots are copied for recompute: queued weight gradients outlive the slots."""
         activations = self.activations

@@ -305,32 +305,51 @@ def _check_plan(plan: PlanConfig, auto: bool) -> None:
             raise ValueError(f"{as_flag(flag, value)} needs {ways}; add one of them, or drop it")
 
 
+# Precisions in which a device attends to blocks of keys by a fused kernel
+FUSED_PRECISIONS = {"cuda": ("bf16", "fp16"), "cpu": ("fp32", "fp64")}
+
+
 def check_device(config: Config, device_type: str) -> None:
     """Refuse flags that the device does not support.
 
     Raises:
         ValueError: gradients of a type that a GPU's matrix products do not return; heads that a GPU's attention does
-            not compute; a ring of keys without fused attention; Triton's kernels or CUDA graphs on a CPU.
+            not compute; a ring of keys without fused attention; Triton's kernels on a CPU.
     """
     precision, grad_dtype = config.training.precision, config.training.grad_dtype
-    for flag, other in (("fused-kernels triton", "auto or eager"), ("cuda-graph-impl local", "none")):
-        name, value = flag.split()
-        if device_type == "cpu" and value_of(config, name) == value:
-            raise ValueError(f"--{flag} needs a GPU, and the device is cpu; use {other}")
+    if device_type == "cpu" and config.training.fused_kernels == "triton":
+        raise ValueError("--fused-kernels triton needs a GPU, and the device is cpu; use auto or eager")
     if device_type == "cuda" and grad_dtype not in ("fp32", precision) and precision != "fp64":
         either = "fp32" if precision == "fp32" else f"fp32 or {precision}"
         raise ValueError(
             f"--grad-dtype {grad_dtype} with --precision {precision}: a GPU's matrix products return the type of their "
             f"factors, or fp32; use --grad-dtype {either}"
         )
-    fused = ("bf16", "fp16") if device_type == "cuda" else ("fp32", "fp64")
-    if config.parallel.cp_exchange == "ring" and precision not in fused:
-        raise ValueError(
-            f"--cp-exchange ring with --precision {precision} on {device_type}: attention to blocks of keys needs "
-            f"{' or '.join(fused)} there; use one of them, or all-gather, or auto"
-        )
-    if device_type == "cuda" and precision in fused:
+    if config.parallel.cp_exchange == "ring" and (reason := ring_refusal(config, device_type)):
+        raise ValueError(f"--cp-exchange ring with {reason}; use all-gather, or auto")
+    if device_type == "cuda" and precision in FUSED_PRECISIONS["cuda"]:
         _check_flash_heads(config)
+
+
+def ring_refusal(config: Config, device_type: str = "") -> str:
+    """Return why keys and values cannot be exchanged in a ring, in words that follow "with"; empty if they can.
+
+    Args:
+        device_type: cpu or cuda; empty if it is not known yet.
+    """
+    model, precision = config.model, config.training.precision
+    flags = {
+        f"--attention-dropout {model.attention_dropout:g}": model.attention_dropout > 0,
+        f"--attention-softcap {model.attention_softcap:g}": model.attention_softcap > 0,
+        f"--window-size {model.window_size}": model.window_size > 0,
+    }
+    for flag, given in flags.items():
+        if given:
+            return f"{flag}, which needs all keys at once"
+    fused = FUSED_PRECISIONS.get(device_type, (precision,))
+    if precision not in fused:
+        return f"--precision {precision} on {device_type}: attention to blocks of keys needs {' or '.join(fused)} there"
+    return ""
 
 
 def _check_flash_heads(config: Config) -> None:

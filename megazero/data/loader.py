@@ -9,7 +9,6 @@ every layout, with or without threads that read ahead.
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,26 +18,10 @@ from megazero.config.run_options import MAX_NAMED_CORPORA
 from megazero.data.blending import BlendedDataset
 from megazero.data.indexed import Int64s
 from megazero.data.samples import NO_TOKEN, Samples
+from megazero.step.batch import MicroBatch
 
 # Steps that each thread reads ahead.
 PREFETCHED_STEPS = 2
-
-
-class MicroBatch(NamedTuple):
-    """`ids`, `labels` int64 [b, s]; `loss_mask` fp32 [b, s], 1 where a target counts; `samples` [b].
-
-    A sample with the number `PADDING` consists of token 0, and none of its targets counts.
-
-    `document_starts` int64 [b, s]: the position in its sample at which each token's document begins; None if no flag
-    needs it. `corpora` [b]: the number of each sample's corpus, if the metrics list the corpora of a blend; else empty.
-    """
-
-    ids: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    samples: tuple[int, ...]
-    document_starts: torch.Tensor | None = None
-    corpora: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

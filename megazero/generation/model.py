@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import ModelConfig
 from megazero.generation.generate import NewTokens
@@ -20,6 +19,7 @@ from megazero.model.layers.kv_cache import KVCache
 from megazero.model.layers.weight import Weight
 from megazero.model.stage import Stage, declare
 from megazero.step.expert_loads import Routers
+from megazero.zero.shards import LocalShard
 
 
 class InferenceModel:

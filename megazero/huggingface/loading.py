@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from megazero.checkpoint import LocalShard
 from megazero.config.flags import as_flag
 from megazero.config.schema import ModelConfig
 from megazero.files import read_json_object
@@ -16,6 +15,7 @@ from megazero.huggingface.configuration import CONFIG
 from megazero.huggingface.families import MODELS
 from megazero.huggingface.importing import Source, check_shapes, names_in, read_rows
 from megazero.plan.layout.regions import Region, intersection
+from megazero.zero.shards import LocalShard
 
 Fill = Callable[[Mapping[str, LocalShard]], None]
 

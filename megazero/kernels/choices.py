@@ -17,7 +17,7 @@ from megazero.config.schema import Config
 from megazero.kernels.dropout import Dropout, Rows
 from megazero.kernels.matmul import FASTER, has_onednn, onednn_gain
 from megazero.kernels.table import EAGER, TRITON
-from megazero.plan.layout.dealing import dealt_tokens
+from megazero.plan.layout.dealing import rank_tokens
 from megazero.plan.layout.topology import Layout
 
 LEAST, MOST = 10**8, 2 * 10**9  # FLOPs of a product: below the first oneDNN gains nothing; the second takes long enough
@@ -62,7 +62,10 @@ def triton_complaint(device: torch.device) -> str:
     try:
         if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
             return "it needs a GPU of compute capability 8.0"
-        ours, theirs = (Dropout(0.5, 0, 0, "trial", k.dropout).mask(x, rows) for k in (TRITON, EAGER))
+        ours, theirs = (
+            Dropout(probability=0.5, seed=0, layer=0, site="trial", kernel=k.dropout).mask(x, rows)
+            for k in (TRITON, EAGER)
+        )
         same = torch.equal(ours, theirs)
     except Exception as error:
         lines = str(error).strip().splitlines()
@@ -83,7 +86,7 @@ def choose_matmul_backend(
         reason = "this torch has no oneDNN" if device == "cpu" else f"the device is {device}"
         raise ValueError(f"--matmul-backend onednn: {reason}; use torch, or auto")
     if device == "cuda":
-        settings = torch.backends.cuda.matmul  # of the process. With them, cuBLAS would add partial sums in 16 bit
+        settings = torch.backends.cuda.matmul  # with other settings, cuBLAS would add partial sums in 16 bit
         settings.allow_bf16_reduced_precision_reduction = False
         settings.allow_fp16_reduced_precision_reduction = False
         line = ""
@@ -102,7 +105,7 @@ def choose_matmul_backend(
 def _gain(config: Config, layout: Layout, measure: Callable[[int, int, int], float]) -> float:
     """Return torch's time over oneDNN's for an MLP's first product; 0 if there is no choice or no gain."""
     model, training = config.model, config.training
-    tokens, outer = training.micro_batch_size * dealt_tokens(config, layout), model.ffn_size // layout.tp
+    tokens, outer = rank_tokens(config, layout), model.ffn_size // layout.tp
     per_token = 2 * model.hidden_size * outer
     if training.precision == "fp64" or not has_onednn() or tokens * per_token < LEAST:
         return 0.0

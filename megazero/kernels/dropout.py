@@ -36,7 +36,8 @@ from megazero.kernels.eager import is_stand_in
 from megazero.kernels.hashing import FIRST_ROUND, GOLDEN, SECOND_ROUND, mix_, round_, scalars, signed
 from megazero.kernels.initial_values import seed_of
 
-CORE_ELEMENTS = 1 << 18  # of a mask that a core computes together. With fewer, calling torch takes most of the time
+# Elements of a mask that a core computes together. With fewer, calling torch takes most of the time
+CORE_ELEMENTS = 1 << 18
 GPU_ELEMENTS = 1 << 26  # few, large kernels with at most half a GB of scratch memory
 
 
@@ -91,7 +92,7 @@ def eager(
 
 def threshold_of(probability: float) -> int:
     """Return the greatest hash, an int32, of an element that is kept."""
-    count = max(1, round((1 - probability) * 2**32))  # of the 2^32 hashes that are kept
+    count = max(1, round((1 - probability) * 2**32))  # number of the 2^32 hashes that keep an element
     return count - 1 - 2**31
 
 

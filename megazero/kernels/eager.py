@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from megazero.kernels.rotary import RotaryTables, rotate
 
-LOGIT_CHUNK_BYTES = 1 << 20  # of rows of logits that are computed together: they fit in a core's cache
-TEMPORARY_BYTES = 1 << 28  # of rows of logits that a GPU computes together in another tensor
+LOGIT_CHUNK_BYTES = 1 << 20  # rows of logits computed together: they fit in a core's cache
+TEMPORARY_BYTES = 1 << 28  # rows of logits that a GPU computes together in another tensor
 GELU_A = 2 * (2 / torch.pi) ** 0.5  # gelu(x) = x sigmoid(A x + B x^3), by tanh
 GELU_B = 0.044715 * GELU_A
 
@@ -171,7 +171,7 @@ def loss_grad_(
     picked = (-scale).masked_fill_(~mine, 0)[:, None]
     if to_logits.softcap:
         for part in _chunks(logits, temporary=True):
-            tanh = to_logits.tanh(logits[part])  # of padding -1, so that its derivative is 0
+            tanh = to_logits.tanh(logits[part])  # -1 for padding, so that its derivative is 0
             probabilities = (tanh * to_logits.softcap).sub_(kept[part, None]).exp_()
             grad = probabilities.mul_(scale[part, None]).scatter_add_(-1, columns[part, None], picked[part])
             logits[part] = grad.mul_(tanh.square_().neg_().add_(1))

@@ -40,7 +40,7 @@ def draw(seed: int, spec: ParamSpec, block: LocalBlock, start: int, stop: int) -
     if spec.std == 0.0 or start == stop:
         return torch.full((stop - start,), spec.mean)
     dim = max((dim for dim, _ in spec.sharded), default=0)
-    return _draw_part(seed, spec, block, dim, start, stop).mul_(spec.std).add_(spec.mean)
+    return _draw_part(seed, spec, block, dim=dim, start=start, stop=stop).mul_(spec.std).add_(spec.mean)
 
 
 def _draw_part(seed: int, spec: ParamSpec, block: LocalBlock, dim: int, start: int, stop: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def _draw_part(seed: int, spec: ParamSpec, block: LocalBlock, dim: int, start: i
             parts.append(standard_normal(seed, spec.name, here + begin, here + end))
         return torch.cat(parts)
     out = torch.empty((last - first) * width)
-    rows = max(1, 16 * BLOCK // row)  # of a chunk, so that memory is bounded
+    rows = max(1, 16 * BLOCK // row)  # a chunk's rows, so that memory is bounded
     for at in range(first, last, rows):
         end = min(at + rows, last)
         values = standard_normal(seed, spec.name, (above + at) * row, (above + end) * row).view(-1, row)

@@ -76,19 +76,19 @@ class Kernels(NamedTuple):
 
 
 EAGER = Kernels(
-    dropout.eager,
-    LossKernels(eager.loss_sums, eager.loss_kept, eager.loss_grad_),
-    eager.rms_norm,
-    eager.rms_norm_grad,
-    eager.layer_norm_grad,
-    Activation(eager.gelu, eager.gelu_grad),
-    Activation(eager.exact_gelu, eager.exact_gelu_grad),
-    Activation(eager.swiglu, eager.swiglu_grad),
-    Activation(eager.geglu, eager.geglu_grad),
-    eager.causal_softmax,
-    eager.scores_grad,
-    eager.rotary,
-    eager.add_rows,
+    dropout=dropout.eager,
+    loss=LossKernels(eager.loss_sums, eager.loss_kept, eager.loss_grad_),
+    rms_norm=eager.rms_norm,
+    rms_norm_grad=eager.rms_norm_grad,
+    layer_norm_grad=eager.layer_norm_grad,
+    gelu=Activation(eager.gelu, eager.gelu_grad),
+    exact_gelu=Activation(eager.exact_gelu, eager.exact_gelu_grad),
+    swiglu=Activation(eager.swiglu, eager.swiglu_grad),
+    geglu=Activation(eager.geglu, eager.geglu_grad),
+    causal_softmax=eager.causal_softmax,
+    scores_grad=eager.scores_grad,
+    rotary=eager.rotary,
+    add_rows=eager.add_rows,
 )
 TRITON = EAGER._replace(
     dropout=operators.dropout,

@@ -14,9 +14,11 @@ import triton.language as tl
 from megazero.kernels.eager import GELU_A, GELU_B
 from megazero.kernels.triton_options import block_options
 
-PROGRAMS = 1024  # of GELU's gradient, over rows and columns. The same on every GPU, as the order of the sums is
+PROGRAMS = (
+    1024  # programs of GELU's gradient, over rows and columns; constant, so that every GPU sums in the same order
+)
 GELU_BLOCK, SWIGLU_BLOCK = 1024, 2048  # columns of a program
-MOST_COLUMNS = 1 << 29  # of SwiGLU's result: the column numbers of both halves stay below 2^31
+MOST_COLUMNS = 1 << 29  # columns of SwiGLU's result: the column numbers of both halves stay below 2^31
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from megazero.kernels.triton_options import block_options
 
 BLOCK = 4096  # columns of a turn
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32; not -inf, from which -inf cannot be subtracted
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # least fp32 number; not -inf, from which -inf cannot be subtracted
 
 
 @triton.jit

@@ -24,7 +24,7 @@ class Allocated(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device, place: Callable[[], object] = lambda: None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.place = device, place
         self.now = self.peak = self.host_now = self.host_peak = 0
         self.peak_at: object = None

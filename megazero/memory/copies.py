@@ -112,8 +112,12 @@ class StreamCopies(Copies):
         super().__init__(sent)
         self.streams = Streams(device)
         self.storing, self.fetching = self.streams.new(), self.streams.new()
-        self.outgoing = BufferPool(numel, dtype, device, tracker, "buffers", count=COPY_DEPTH)
-        self.incoming = BufferPool(numel, dtype, device, tracker, "buffers", count=COPY_DEPTH)
+        self.outgoing = BufferPool(
+            numel=numel, dtype=dtype, device=device, tracker=tracker, kind="buffers", count=COPY_DEPTH
+        )
+        self.incoming = BufferPool(
+            numel=numel, dtype=dtype, device=device, tracker=tracker, kind="buffers", count=COPY_DEPTH
+        )
         self.left: list[torch.cuda.Event | None] = [None] * COPY_DEPTH  # end of the last copy from each outgoing buffer
         self.stores = self.fetches = 0  # so far; buffers take turns
 
@@ -159,11 +163,13 @@ class HostLink:
         """sent: bytes of copies so far, under PCIE."""
         self.device, self.sent = device, sent
         self.streams = None if device.type == "cpu" else Streams(device)
+        self.stores = False  # since `finish_stores`
         if self.streams is not None:
             self.storing, self.fetching = self.streams.new(), self.streams.new()
 
     def start_store(self, source: torch.Tensor, host: torch.Tensor) -> DeviceCopy:
         """Start to copy `source` to `host`."""
+        self.stores = True
         return self._start(source, host, source, None if self.streams is None else self.storing)
 
     def start_fetch(self, host: torch.Tensor, out: torch.Tensor) -> DeviceCopy:
@@ -181,6 +187,7 @@ class HostLink:
         return DeviceCopy(on_device, stream.record_event())
 
     def finish_stores(self) -> None:
-        """Wait until the host can read all that was stored."""
-        if self.streams is not None:
+        """Wait until the host can read all that was stored; later calls do nothing."""
+        if self.streams is not None and self.stores:
             self.storing.synchronize()
+        self.stores = False

@@ -20,7 +20,7 @@ class Fragmentation(NamedTuple):
     """Bytes of a caching allocator at one instant. Free are reserved - allocated, largest_free of them in one block."""
 
     reserved: int  # taken from the device
-    allocated: int  # of these, in blocks in use, each rounded up as the allocator does
+    allocated: int  # bytes of blocks in use, each rounded up as the allocator does
     largest_free: int  # a larger request takes more from the device
 
 

@@ -17,7 +17,7 @@ class Available(NamedTuple):
 class Machine(NamedTuple):
     """Memory of one node for the ranks that run on it. None: not known, so not checked."""
 
-    ranks: range  # of this node
+    ranks: range  # ranks of this node
     device_type: str
     device: Available | None  # per rank; None on a CPU, where ranks take host memory
     host: Available | None  # for all ranks of the node together

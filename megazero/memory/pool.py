@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megazero.memory.tracker import MemoryTracker
@@ -49,7 +51,7 @@ class BufferPool:
             return
         self.slots.clear()  # free the old slots before allocating the new ones
         self._allocation.end()
-        options = {"dtype": self.dtype, "device": self.device, "pin_memory": self.pin}
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "pin_memory": self.pin}
         if self.contiguous:
             self.slots = list(torch.empty(count, self.numel, **options))
         else:

@@ -72,7 +72,14 @@ class ParallelBlock(Layer):
             *heads, x = normed_columns(x, self.norm, a.columns, a.split(tokens))
             inner, x = normed_columns(x, self.mlp_norm, (mlp.up,), Unsplit())
         xs, activations = (a.attend(heads, tokens), inner), (None, mlp.activation)
-        return rows_onto(x, xs, (a.proj, mlp.down), activations, self.residual, Call(tokens.dropout_rows, output))
+        return rows_onto(
+            x,
+            xs,
+            (a.proj, mlp.down),
+            activations=activations,
+            join=self.residual,
+            call=Call(tokens.dropout_rows, output),
+        )
 
 
 # The class of each architecture's blocks, made as class(model, number, context). One with another arrangement of parts

@@ -161,4 +161,4 @@ def _declared(name: str, stage: Stage) -> LayerKind:
     layer, units = stage.layer(name), (stage.units[name], stage.units.get(name + EXPERTS, []))
     params = tuple(weight.spec for unit in units for weight in unit)
     score_flops = sum(getattr(part, "score_flops", 0) for part in layer.modules())
-    return LayerKind(name, layer.use, layer.end, params, layer.reads, score_flops)
+    return LayerKind(name=name, use=layer.use, end=layer.end, params=params, reads=layer.reads, score_flops=score_flops)

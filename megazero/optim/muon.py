@@ -17,7 +17,8 @@ from megazero.config.schema import OptimizerConfig
 from megazero.optim.step import StepParams
 from megazero.plan.layout.flat_layout import Matrices, Range
 
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of X, (X X') X and (X X')^2 X: singular values between 0 and 1 go near 1
+# Coefficients of X, (X X') X and (X X')^2 X: singular values between 0 and 1 go near 1
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
 LEAST_NORM = 1e-7
 
 

@@ -112,7 +112,7 @@ class Int8:
         size = codes.abs()
         above = ((size >> self.mantissa) - 1).clamp(min=0)  # exponents above the least
         numbers = (size - (above << self.mantissa)) * 2.0 ** (above - self.mantissa) * codes.sign()
-        self.numbers = numbers.float().to(self.codes.device)  # of each code, if the least exponent is 0
+        self.numbers = numbers.float().to(self.codes.device)  # each code's value if the least exponent is 0
 
     @property
     def above(self) -> int:
@@ -129,7 +129,7 @@ class Int8:
         assert bits is not None
         m, x = self.mantissa, values.float().view(-1, BLOCK)
         size = x if self.positive else x.abs()
-        # of the largest number, rounded up, so that it fits with any bits
+        # exponent of the largest number, rounded up, so that the number fits with any bits
         largest = size.amax(1).view(torch.int32) + ((1 << FRACTION - m) - 1) >> FRACTION
         least = largest.sub_(self.above).clamp_(min=m + 1)
         exponent = (size.view(torch.int32) & EXPONENT).maximum((least << FRACTION)[:, None])
@@ -175,7 +175,7 @@ def round_away(values: torch.Tensor, weights: torch.Tensor) -> None:
 
 def upper(x: torch.Tensor) -> torch.Tensor:
     """Return the upper halves of int32 numbers, as int16."""
-    return x.view(torch.int16)[1::2]  # of a little-endian machine
+    return x.view(torch.int16)[1::2]  # the upper halves on a little-endian machine
 
 
 def _blocks(part: slice) -> slice:

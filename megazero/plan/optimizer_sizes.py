@@ -41,7 +41,14 @@ class Rates(NamedTuple):
         state = max(4, w)
         states = rule.state_bytes(state) if config.trains else Fraction(0)
         masters = config.optimizer.rules.master_bytes(w, state)
-        return cls(w, g, state, masters + states, state + states, rule.update_bytes(state))
+        return cls(
+            weights=w,
+            gradients=g,
+            state=state,
+            optimizer=masters + states,
+            in_file=state + states,
+            update=rule.update_bytes(state),
+        )
 
     @classmethod
     def least(cls, config: Config) -> Rates:
@@ -114,12 +121,14 @@ class States(NamedTuple):
         gradients, offloaded = rates.gradients if config.trains else 0, offload_fraction(config)
         in_files = bool(config.optimizer.optimizer_nvme_offload)
         return cls(
-            Share(rates.weights, group.shards if policy.parameters else 1),
-            Share(rates.optimizer, group.parts, 1 - offloaded),
-            Share(gradients, group.parts, 1 - offloaded),
-            Share(gradients, group.shards, 1 - offloaded) if policy.gradients else Share(gradients),
-            Share(0 if in_files else rates.host, group.parts, offloaded),
-            Share(rates.host if in_files else 0, group.parts, offloaded),
+            parameters=Share(rates.weights, group.shards if policy.parameters else 1),
+            optimizer=Share(rates.optimizer, group.parts, 1 - offloaded),
+            gradients=Share(gradients, group.parts, 1 - offloaded),
+            accumulated=Share(gradients, group.shards, 1 - offloaded)
+            if policy.reduces_each(offloaded > 0)
+            else Share(gradients),
+            host=Share(0 if in_files else rates.host, group.parts, offloaded),
+            nvme=Share(rates.host if in_files else 0, group.parts, offloaded),
         )
 
     def at_rest(self, numel: int) -> dict[str, int]:
@@ -202,7 +211,11 @@ class OptimizerSizes:
         matrices = flat.matrices_in(owned) if self.rules.matrices.whole_matrices else []
         working = max((each.working(axes[each.axis] if each.axis else 1) for each in matrices), default=0)
         return OwnedSizes(
-            self, owned.numel // parts, {rule: n // parts for rule, n in by_rule.items()}, matrices, working
+            run=self,
+            numel=owned.numel // parts,
+            by_rule={rule: n // parts for rule, n in by_rule.items()},
+            matrices=matrices,
+            working=working,
         )
 
 

@@ -8,14 +8,14 @@ Everything else is derived here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from typing import NamedTuple
 
 from megazero.config.schema import BYTES, Config
 from megazero.memory import COPY_DEPTH
-from megazero.plan.layout.dealing import dealt_tokens
+from megazero.plan.layout.dealing import rank_tokens
 from megazero.plan.layout.flat_layout import Matrices, Range, partition_numel
-from megazero.plan.layout.layers import LayerKind
+from megazero.plan.layout.layers import ROUTER_SUMS, LayerKind
 from megazero.plan.layout.parameters import unit_layout
 from megazero.plan.layout.topology import TRAFFIC, Layout, ring_bytes, unsent
 from megazero.plan.layout.zero_policy import (
@@ -54,7 +54,6 @@ from megazero.plan.program.operations import (
 from megazero.plan.program.rank_spec import RankSpec
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
-ROUTER_SUMS = 4  # of a router, besides its experts' loads: entropy, dropped choices, two balance losses
 Sent = tuple[tuple[str, int], ...]  # (kind of traffic, bytes)
 PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}  # collective -> passes of its buffer around a ring
 
@@ -115,10 +114,10 @@ class LayerSizes(NamedTuple):
     backward: Counter[str]
     logits: int  # held from its forward to its backward
     queued: int  # held by its queued weight gradients
-    saved: tuple[int, ...]  # of every tensor that autograd saves, except its input
-    saved_input: int  # of its input, if autograd saves it
-    tables: dict[Hashable, int]  # of each table that is allocated at startup; layers share equal tables
-    routes: int = 0  # of its experts' choices, held from its Forward to its Recompute
+    saved: tuple[int, ...]  # bytes of every tensor that autograd saves, except the layer's input
+    saved_input: int  # bytes of the layer's input, if autograd saves it
+    tables: dict[Hashable, int]  # bytes of each table that is allocated at startup; layers share equal tables
+    routes: int = 0  # bytes of the choices of experts, held from Forward to Recompute
 
     def kept(self, own_input: bool) -> int:
         """Return the bytes that autograd saves in a forward, without logits, which are a separate kind."""
@@ -128,7 +127,7 @@ class LayerSizes(NamedTuple):
 def hidden_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     """Return the bytes of a block's input, and of a message between stages: a rank's part of the residual stream."""
     training, model = config.training, config.model
-    tokens = training.micro_batch_size * dealt_tokens(config, layout, cp_rank)
+    tokens = rank_tokens(config, layout, cp_rank)
     rows = tokens // layout.tp if config.parallel.sequence_parallel else tokens
     return rows * model.hidden_size * BYTES[training.precision]
 
@@ -143,15 +142,14 @@ def kept_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
 def keys_bytes(config: Config, layout: Layout) -> int:
     """Return the bytes of a micro-batch's keys and values on a rank, in a layer."""
     model, training = config.model, config.training
-    tokens = training.micro_batch_size * dealt_tokens(config, layout)
+    tokens = rank_tokens(config, layout)
     return 2 * tokens * max(1, model.query_groups // layout.tp) * model.head_dim * BYTES[training.precision]
 
 
 def logits_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     """Return the bytes of a micro-batch's logits on a rank of the last stage, without the vocabulary's padding."""
     training, model = config.training, config.model
-    rows = training.micro_batch_size * dealt_tokens(config, layout, cp_rank)
-    return rows * model.vocab_size * BYTES[training.precision] // layout.tp
+    return rank_tokens(config, layout, cp_rank) * model.vocab_size * BYTES[training.precision] // layout.tp
 
 
 def elements(kind: LayerKind, layout: Layout, groups: Mapping[str, ShardingGroup]) -> Counter[str]:
@@ -179,7 +177,7 @@ def least_held(config: Config, layout: Layout, numel: Mapping[str, int], blocks:
     held: Counter[str] = Counter()
     for name, count in numel.items():
         held.update(states[name].at_rest(count))
-        if states[name].host.part == 1:  # of a fraction, the units may be larger
+        if states[name].host.part == 1:  # with a smaller fraction, the units may be larger
             held["host"] += states[name].host.of(count)
     if training.freeze_parameters or not config.trains:  # layers before the first trained one keep no input
         return held
@@ -295,21 +293,6 @@ class StepSizes:
             scratch = each.row * (others if needs_staging_buffer else min(others, 1))
             buckets += each.slots * (scratch + each.packed) * self.rates.gradients
         return arena_numel * self.rates.weights + buckets + tables
-
-    def graphs_at_rest(self, live_by_chunk: Sequence[int]) -> int:
-        """Return the bytes of captured blocks: inputs, saved tensors and last output of every slot, and one gradient.
-
-        Args:
-            live_by_chunk: the most micro-batches of each chunk between forward and backward, which need a slot each.
-        """
-        if not self.spec.graphs:
-            return 0
-        captured = [[layer for layer in chunk if self.spec.captures(layer)] for chunk in self.spec.chunks]
-        total = self.hidden
-        for layers, live in zip(captured, live_by_chunk, strict=True):
-            saved = sum(sum(self.layers[layer.name].saved) for layer in layers)
-            total += live * (saved + (len(layers) + 1) * self.hidden) if layers else 0
-        return total + max((self.gradients(layer.units[0]) for layers in captured for layer in layers), default=0)
 
     def copies_at_rest(self) -> int:
         """Return the bytes of a GPU's buffers for copies of kept inputs to and from host memory."""

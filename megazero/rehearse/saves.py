@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 
 from megazero.checkpoint.planning import RankPlan, SaveLayout, own_chunks
-from megazero.checkpoint.shards import LocalShard
 from megazero.config.schema import Config
 from megazero.model.stage import declare
 from megazero.plan.layout.owned import rank_parts
 from megazero.plan.layout.topology import Layout
+from megazero.zero.shards import LocalShard
 
 
 class PlannedSave(NamedTuple):

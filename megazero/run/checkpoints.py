@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard
 from megazero.comm.launch.world import generation
 from megazero.comm.mesh.collectives import MIN
 from megazero.config.schema import Config, ModelConfig
@@ -29,6 +28,7 @@ from megazero.run.run_state import Progress, RunState, attached_tokenizer, is_hu
 from megazero.run.stopping import DeadRun, newest_words
 from megazero.step.engine import Engine
 from megazero.units import things
+from megazero.zero.shards import LocalShard
 
 # Seconds before each further attempt of a run's last save: ten minutes in which a user can free space.
 LAST_SAVE_WAITS = (10.0, 20.0, 30.0, *[60.0] * 9)

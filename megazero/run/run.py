@@ -11,6 +11,7 @@ from megazero.config.cli import Command
 from megazero.log import log
 from megazero.observe.events import RunEvents
 from megazero.observe.loggers import Writers, open_writers
+from megazero.observe.memory_report import device_in_use
 from megazero.observe.start_clock import StartClock
 from megazero.run.checkpoints import Checkpoints
 from megazero.run.evaluation import Evaluation, Stopped, line
@@ -19,7 +20,6 @@ from megazero.run.replicas import check_replicas
 from megazero.run.stopping import ENDING, EVALUATING, DeadRun, Wish, Wishes, stopped_words, training_promise
 from megazero.run.trainer import Trainer
 from megazero.step.engine import LossScaleExhausted
-from megazero.step.memory_report import device_in_use
 
 
 class TrainingRun:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from megazero.config.schema import Config
-from megazero.data.loader import MicroBatch
 from megazero.data.tokenizer import Tokenizer, end_of_document
 from megazero.files import read_regular
 from megazero.generation.generate import Generator, NewTokens
 from megazero.generation.sampling import Sampling
+from megazero.step.batch import MicroBatch
 from megazero.step.engine import Engine
 
 NEW_TOKENS = 64

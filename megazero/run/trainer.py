@@ -16,6 +16,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.kernels.choices import choose_kernels, choose_matmul_backend
 from megazero.log import log
 from megazero.memory.fragmentation import device_fragmentation
+from megazero.observe.memory_report import explain_out_of_memory
 from megazero.observe.pauses import Pauses
 from megazero.observe.profiling import Profiler
 from megazero.observe.progress_line import Record
@@ -59,7 +60,7 @@ class Trainer:
         chosen, products = choose_matmul_backend(config, mesh)
         self.config, kernels = choose_kernels(chosen, mesh)
         self.choices = "\n".join(filter(None, (products, kernels)))
-        self.engine = Engine(self.config, mesh, max(1, len(datasets.named)))
+        self.engine = Engine(self.config, mesh, max(1, len(datasets.named)), explain_out_of_memory)
         self.profiler = Profiler(self.config, self.engine)
         self.progress, self.pauses = Progress(), Pauses()
         self.skip_reason: str | None = None  # cause, if the last iteration made no update

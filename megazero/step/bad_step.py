@@ -23,7 +23,7 @@ class LayerResult(NamedTuple):
     """Result of a layer's Forward or Backward. They are ordered as a micro-batch computes them."""
 
     backward: bool
-    order: int  # of the layer, in the direction of the operation
+    order: int  # place of the layer, in the direction of the operation
     micro_batch: int
 
     @classmethod
@@ -43,7 +43,8 @@ class Inspector:
     """An observer of the interpreter that keeps the first result which is not finite."""
 
     def __init__(self, interpreter: Interpreter, layers: Layers) -> None:
-        self.interpreter, self.layers, self.first = interpreter, layers, None
+        self.interpreter, self.layers = interpreter, layers
+        self.first: LayerResult | None = None
 
     @contextlib.contextmanager
     def __call__(self, op: Op) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -22,15 +22,16 @@ from megazero.plan.layout.dealing import Deal, deal_samples, dealt_multiple
 from megazero.plan.layout.topology import Layout
 
 
-class Batch(Protocol):
-    """A micro-batch of b samples on the host; see `data.loader.MicroBatch`."""
+class MicroBatch(NamedTuple):
+    """A micro-batch of b samples on the host. A sample that is padding consists of token 0, and no target counts."""
 
     ids: torch.Tensor  # [b, s] int64
     labels: torch.Tensor  # [b, s] int64
     loss_mask: torch.Tensor  # [b, s] fp32, 1 where the target counts
-    samples: tuple[int, ...]  # global numbers
-    document_starts: torch.Tensor | None  # [b, s] int64, index at which each token's document begins; None: unused
-    corpora: tuple[int, ...]  # number of each sample's corpus; empty: one corpus
+    samples: tuple[int, ...]  # global numbers; PADDING for padding
+    # [b, s] int64: index at which each token's document begins; None if no flag needs it
+    document_starts: torch.Tensor | None = None
+    corpora: tuple[int, ...] = ()  # number of each sample's corpus; empty: one corpus
 
 
 class Uploaded(NamedTuple):
@@ -55,7 +56,7 @@ class Dealer(NamedTuple):
     ranks: int
     rank: int
     multiple: int  # tokens of a rank are a multiple of this
-    windows: tuple[int, ...]  # of the layers; 0: none
+    windows: tuple[int, ...]  # windows of the layers; 0: none
 
     @classmethod
     def of(cls, config: Config, layout: Layout, rank: int) -> Dealer:
@@ -69,7 +70,7 @@ class Dealer(NamedTuple):
 
 
 def _deals(dealer: Dealer, length: int, samples: tuple[tuple[int, ...], ...]) -> list[Deal]:
-    return deal_samples(length, dealer.ranks, samples, dealer.windows, dealer.multiple)
+    return deal_samples(length, dealer.ranks, samples, windows=dealer.windows, multiple=dealer.multiple)
 
 
 # Without documents, all micro-batches are dealt in the same way.
@@ -77,12 +78,12 @@ _deals_of_whole_samples = functools.lru_cache(maxsize=8)(_deals)
 
 
 def upload_step(
-    batches: Sequence[Batch],
+    batches: Sequence[MicroBatch],
+    *,
     stream: ResidualStream,
     data: DataConfig,
     device: torch.device,
     dealer: Dealer,
-    *,
     training: bool,
     num_corpora: int,
     by_sample: bool,
@@ -97,7 +98,7 @@ def upload_step(
     of_sample, counts, host, works, made = torch.tensor(numbers), [], [], [], []
     for batch in batches:
         found, dealt = _documents(batch), None
-        parts = batch.ids, batch.labels, batch.loss_mask
+        parts: tuple[torch.Tensor, ...] = (batch.ids, batch.labels, batch.loss_mask)
         if dealer.ranks > 1:
             spans = found.spans if found is not None and data.reset_attention_mask else ()
             firsts = tuple(tuple(span.first for span in spans if span.sample == i) for i in range(len(batch.samples)))
@@ -131,7 +132,11 @@ def upload_step(
             position_documents=found if data.reset_position_ids else None,
             dealt=dealt,
         )
-        micro_batches.append(DeviceBatch(ids, labels, mask, info, next(arrived) if by_sample else None))
+        micro_batches.append(
+            DeviceBatch(
+                ids=ids, labels=labels, loss_mask=mask, tokens=info, targets=next(arrived) if by_sample else None
+            )
+        )
     return Uploaded(micro_batches, targets, corpora, works)
 
 
@@ -143,7 +148,7 @@ def sum_by_corpus(values: torch.Tensor, corpora: torch.Tensor, num_corpora: int)
     return torch.where(each == corpora, values, 0.0).sum(1)
 
 
-def _documents(batch: Batch) -> Documents | None:
+def _documents(batch: MicroBatch) -> Documents | None:
     """Return the micro-batch's documents; None if every sample is one document."""
     starts = batch.document_starts
     return None if starts is None or not starts.any() else Documents.of(starts)

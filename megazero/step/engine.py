@@ -8,40 +8,36 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from megazero.activations.store import KeptInputs
-from megazero.checkpoint import LocalShard
 from megazero.comm.mesh.collectives import MIN
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.batch_sizes import micro_batches
 from megazero.config.schema import Config
-from megazero.kernels.compiled import compiled
-from megazero.kernels.matmul import Products, writes_wide
-from megazero.kernels.table import KERNELS
 from megazero.memory.tracker import MemoryTracker
-from megazero.model.layers.context import DTYPES, Context, DeviceBatch, ResidualStream
+from megazero.model.layers.context import Context, DeviceBatch
 from megazero.model.stage import Stage, block_numbers, declare
 from megazero.optim.step import StepParams
-from megazero.plan.layout.dealing import dealt_tokens
-from megazero.plan.optimizer_sizes import OptimizerSizes
+from megazero.plan.layout.dealing import rank_tokens
 from megazero.plan.program.program import Program, program
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.schedule.schedules import EVALUATION
 from megazero.step.bad_step import Inspector, first_bad_result
-from megazero.step.batch import Batch, Dealer, Uploaded, sum_by_corpus, upload_step
+from megazero.step.batch import Dealer, MicroBatch, Uploaded, sum_by_corpus, upload_step
 from megazero.step.expert_loads import ExpertLoads, Routers
-from megazero.step.graphs import ActivationSpec, BlockGraphs
-from megazero.step.interpreter import Compute, Interpreter
-from megazero.step.memory_report import is_out_of_memory, memory_report
+from megazero.step.interpreter import ActivationSpec, Compute, Interpreter
 from megazero.step.optimization import LossScale, clip_factor, learning_rate
 from megazero.zero.flat_unit import ZeroOptions
 from megazero.zero.optimizer_shard import state_name
+from megazero.zero.shards import LocalShard
 from megazero.zero.zero import Zero
+
+Explain = Callable[[Exception, "Engine", Program], str]
 
 
 class LossScaleExhausted(Exception):
@@ -54,25 +50,51 @@ class StepResult(NamedTuple):
     loss: float  # nats per target, before the update
     grad_norm: float
     lr: float
-    loss_scale: float  # of this iteration's gradients
+    loss_scale: float  # scale of this iteration's gradients
     skipped: bool  # no update, because the gradients are not finite or no target counts
     skip_reason: str | None  # if skipped
     gradient_bytes: int  # just before the update
-    imbalance: float | None = None  # of attention over the context-parallel ranks, see `plan.layout.dealing`; None: one
+    imbalance: float | None = None  # None without context parallelism; see `plan.layout.dealing`
     loss_by_corpus: tuple[float | None, ...] = ()  # None: no target of the corpus counts; empty: one corpus
     experts: ExpertLoads | None = None  # None: the model has no experts
+
+
+class Computed(NamedTuple):
+    """Numbers of a step's gradients, read by the host; the same on all ranks."""
+
+    targets_by_corpus: list[float]
+    loss_sums: list[float]  # sum of the losses of a corpus' targets
+    norm: float
+    choices: torch.Tensor  # statistics of the routers, see `Routers.summed`
+    routed: list[float]  # the same on the host
+    seed_gradient: torch.Tensor
+
+    @property
+    def targets(self) -> float:
+        return sum(self.targets_by_corpus)
+
+    @property
+    def loss(self) -> float:
+        return sum(self.loss_sums) / self.targets if self.targets else math.nan
+
+    @property
+    def means(self) -> tuple[float | None, ...]:
+        """Mean loss of each corpus; None if none of its targets counts."""
+        return tuple(loss / n if n else None for loss, n in zip(self.loss_sums, self.targets_by_corpus, strict=True))
 
 
 class Engine:
     """One rank's part of the model, its optimizer and its programs."""
 
-    def __init__(self, config: Config, mesh: Mesh, num_corpora: int = 1) -> None:
+    def __init__(self, config: Config, mesh: Mesh, num_corpora: int = 1, explain: Explain | None = None) -> None:
         """Build the model with its initial weights on this rank's device.
 
         Args:
             config: resolved; see `choose_kernels` and `choose_matmul_backend`.
             num_corpora: number of corpora with losses of their own.
+            explain: text to add to an exception of a step's operation, such as a memory report; empty: none.
         """
+        self.explain = explain or (lambda error, engine, step: "")
         self.num_corpora = num_corpora
         self.config, self.mesh, self.tracker = config, mesh, MemoryTracker()
         self.updates = 0  # so far, for Adam's bias correction
@@ -80,71 +102,27 @@ class Engine:
         self.layers = declare(config.model, mesh.layout.tp)
         self.spec = rank_spec(config, mesh.layout, mesh.pp.rank, declare)
         self.programs: dict[tuple[str, int], Program] = {}
-        stream = ResidualStream(mesh.tp, sharded=config.parallel.sequence_parallel)
-        kernels = KERNELS[config.training.kernels_on(mesh.device.type)]
-        if config.training.compile:
-            kernels = compiled(kernels, mesh.device)
-        context = Context(
-            stream,
-            self.tracker,
-            config.training.precision,
-            mesh.device,
-            config.training.seed,
-            config.activations.recompute == "selective",
-            Products(
-                onednn=config.training.matmul_backend == "onednn",
-                in_place=writes_wide(mesh.device, DTYPES[config.training.precision]),
-            ),
-            kernels,
-            mesh.cp,
-            self.config.parallel.cp_exchange == "ring",
-            block_numbers(name for name, layer in self.spec.layers.items() if self.spec.recomputes(layer)),
-            mesh.ep,
-            mesh.etp,
-        )
+        recomputed = block_numbers(name for name, layer in self.spec.layers.items() if self.spec.recomputes(layer))
+        context = Context.of(config, mesh, self.tracker, recomputed)
         model = config.model
         self.dealer = Dealer.of(config, mesh.layout, mesh.cp.rank)
         self.model = Stage(model, list(self.spec.layers), context, config.training.freeze_parameters)
         self.routers = Routers.of(model, self.model, mesh.device)
-        self.zero = Zero(self._zero_options(), self.model.units, self.spec)
+        self.zero = Zero(ZeroOptions.of(config, mesh, self.tracker), self.model.units, self.spec)
         step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
-        tokens = len(stream.tokens(config.training.micro_batch_size * dealt_tokens(config, mesh.layout, mesh.cp.rank)))
-        activation = ActivationSpec((tokens, model.hidden_size), context.dtype, mesh.device)
+        tokens = context.stream.tokens(rank_tokens(config, mesh.layout, mesh.cp.rank))
+        activation = ActivationSpec((len(tokens), model.hidden_size), context.dtype, mesh.device)
         computes = {name: self.model.layer(name).compute for name in self.spec.layers}
-        graphs = None
-        if config.captures_blocks:
-            graphs = BlockGraphs(self.spec, computes, activation, self.zero, self.tracker)
         self.interpreter = Interpreter(
-            {name: (layer, computes[name]) for name, layer in self.spec.layers.items()},
-            self.zero,
-            self._kept_inputs(activation),
-            mesh.pp,
-            self.spec.route,
-            activation,
-            self.tracker,
-            self.layers.tied,
-            graphs,
-        )
-
-    def _zero_options(self) -> ZeroOptions:
-        config, mesh = self.config, self.mesh
-        return ZeroOptions(
-            mesh,
-            self.tracker,
-            OptimizerSizes(config),
-            DTYPES[config.training.precision],
-            DTYPES[config.training.product_precision],
-            DTYPES[config.training.grad_dtype],
-            config.zero.reduce_bucket_size,
-            config.zero.overlap_comm,
-            config.activations.contiguous_checkpointing,
-            config.micro_batches(mesh.layout.dp),
-            config.parallel.sequence_parallel,
-            config.trains,
-            config.zero.poison_buffers,
-            config.training.seed,
-            config.optimizer.optimizer_nvme_offload,
+            layers={name: (layer, computes[name]) for name, layer in self.spec.layers.items()},
+            zero=self.zero,
+            kept=self._kept_inputs(activation),
+            pp=mesh.pp,
+            route=self.spec.route,
+            activation=activation,
+            tracker=self.tracker,
+            tied=self.layers.tied,
         )
 
     def _kept_inputs(self, activation: ActivationSpec) -> KeptInputs | None:
@@ -152,10 +130,10 @@ class Engine:
         if activations.recompute != "full":
             return None
         return KeptInputs(
-            math.prod(activation.shape),
-            activation.dtype,
-            activation.device,
-            self.tracker,
+            numel=math.prod(activation.shape),
+            dtype=activation.dtype,
+            device=activation.device,
+            tracker=self.tracker,
             tp=self.mesh.tp if activations.partition_activations else None,
             on_host=activations.checkpoint_in_cpu,
             contiguous=activations.contiguous_checkpointing,
@@ -175,21 +153,19 @@ class Engine:
             self.programs[key] = program(self.spec, *key, limit)
         return self.programs[key]
 
-    # -- reports
+    # -- a step
 
     @contextlib.contextmanager
-    def _reporting_memory(self, step: Program) -> Iterator[None]:
-        """Within: add a memory report to an out-of-memory error."""
+    def _explained(self, step: Program) -> Iterator[None]:
+        """Within: add the explanation to an exception."""
         try:
             yield
         except Exception as error:
-            if is_out_of_memory(error):
-                error.add_note(memory_report(self.config, self.mesh, self.tracker, step, self.interpreter.current))
+            if note := self.explain(error, self, step):
+                error.add_note(note)
             raise
 
-    # -- a step
-
-    def train_step(self, iteration: int, batches: Sequence[Batch], samples: int = 0) -> StepResult:
+    def train_step(self, iteration: int, batches: Sequence[MicroBatch], samples: int = 0) -> StepResult:
         """Run one iteration, counted from 1, over this rank's micro-batches.
 
         Args:
@@ -199,66 +175,90 @@ class Engine:
         targets, the loss and the norm together. So it decides whether to skip the step before a weight has changed, and
         the GPU computes the update while the host launches the next step's first layers.
         """
-        optimizer, interpreter = self.config.optimizer, self.interpreter
+        self.begin()
+        step = self.program(self.config.parallel.pipeline_schedule, len(batches))
+        uploaded = self._upload(batches, training=True)
         scale = self.scale.value if self.scale else 1.0
         # Note [the divisor in fp16]: gradients that are divided by the millions of targets of a global batch underflow
         # in fp16. So they are divided by the targets of an average micro-batch, and their sum by `parts`, the number of
         # micro-batches without padding, which is the same in every layout.
         parts = self._parts(batches, samples) if self.scale else 1
-        self.begin()
-        step = self.program(self.config.parallel.pipeline_schedule, len(batches))
-        uploaded = self._upload(batches, training=True)
-        counted = self._count_targets(uploaded.targets)
-        # `scalar / tensor` multiplies by a rounded reciprocal; div_ rounds once
-        seed_gradient = torch.full_like(counted[0], scale * parts).div_(counted.sum().clamp(min=1))
-        losses = self._run(step, uploaded, seed_gradient)
-        choices = self.routers.summed(self.mesh)
-        targets_by_corpus, sums, [square_sum], routed = self._read(
-            counted, self._global_losses(losses, uploaded), interpreter.square_sum[None], choices
-        )
-        targets = sum(targets_by_corpus)
-        norm = math.sqrt(square_sum) / (scale * parts)
-        gradient_bytes = self.tracker.now["gradients"]
-        lr, skip_reason = learning_rate(optimizer, iteration), None
-        skipped = targets == 0 or not math.isfinite(norm)
-        if skipped:
-            skip_reason = self._first_nonfinite() if targets else "no target counts in this batch"
-            self.zero.discard_gradients()
+        found = self._compute_gradients(step, uploaded, scale * parts)
+        lr, gradient_bytes = learning_rate(self.config.optimizer, iteration), self.tracker.now["gradients"]
+        skip_reason = None
+        if found.targets and math.isfinite(found.norm):
+            self._update(step, found, lr, scale * parts)
         else:
-            with self._reporting_memory(step):
-                divisor = scale * parts / clip_factor(norm, optimizer.clip_grad)
-                interpreter.update(step, self._step_params(lr, divisor))
-            self.routers.update(choices)
-            self.updates += 1
-        mean = sum(sums) / targets if targets else math.nan
-        if skipped and targets and (self.scale is None or not math.isfinite(mean)):  # not an ordinary fp16 overflow
-            skip_reason = f"{self._first_bad_result(step, batches, uploaded, seed_gradient)}; {skip_reason}"
-        if self.scale and skipped and targets and self.scale.exhausted:
+            skip_reason = self._skip(step, batches, uploaded, found)
+        overflows = skip_reason is not None and found.targets > 0
+        if self.scale and overflows and self.scale.exhausted:
             raise LossScaleExhausted(
                 f"iteration {iteration}: gradients overflow at the smallest loss scale (--min-loss-scale {scale:g}), "
-                f"first: {skip_reason}; the loss is {mean:g}. Lower --lr, or train in bf16"
+                f"first: {skip_reason}; the loss is {found.loss:g}. Lower --lr, or train in bf16"
             )
-        self.scale = self.scale and self.scale.after(skipped and targets > 0)
-        means = tuple(loss / n if n else None for loss, n in zip(sums, targets_by_corpus, strict=True))
-        by_corpus = means if self.num_corpora > 1 else ()
+        self.scale = self.scale and self.scale.after(overflows)
         return StepResult(
-            *(mean, norm, lr, scale, skipped, skip_reason, gradient_bytes, uploaded.imbalance, by_corpus),
-            self.routers.read(routed, targets),
+            loss=found.loss,
+            grad_norm=found.norm,
+            lr=lr,
+            loss_scale=scale,
+            skipped=skip_reason is not None,
+            skip_reason=skip_reason,
+            gradient_bytes=gradient_bytes,
+            imbalance=uploaded.imbalance,
+            loss_by_corpus=found.means if self.num_corpora > 1 else (),
+            experts=self.routers.read(found.routed, found.targets),
         )
 
-    def _parts(self, batches: Sequence[Batch], samples: int) -> int:
+    def _compute_gradients(self, step: Program, uploaded: Uploaded, factor: float) -> Computed:
+        """Compute the step's gradients, multiplied by `factor`, and read their numbers: see Note [one wait]."""
+        counted = self._count_targets(uploaded.targets)
+        # `scalar / tensor` multiplies by a rounded reciprocal; div_ rounds once
+        seed_gradient = torch.full_like(counted[0], factor).div_(counted.sum().clamp(min=1))
+        losses = self._run(step, uploaded, seed_gradient)
+        choices = self.routers.summed(self.mesh)
+        targets, sums, [square_sum], routed = self._read(
+            counted, self._global_losses(losses, uploaded), self.interpreter.square_sum[None], choices
+        )
+        return Computed(
+            targets_by_corpus=targets,
+            loss_sums=sums,
+            norm=math.sqrt(square_sum) / factor,
+            choices=choices,
+            routed=routed,
+            seed_gradient=seed_gradient,
+        )
+
+    def _update(self, step: Program, found: Computed, lr: float, factor: float) -> None:
+        """Clip and update; gradients are `factor` times the model's."""
+        with self._explained(step):
+            divisor = factor / clip_factor(found.norm, self.config.optimizer.clip_grad)
+            self.interpreter.update(step, self._step_params(lr, divisor))
+        self.routers.update(found.choices)
+        self.updates += 1
+
+    def _skip(self, step: Program, batches: Sequence[MicroBatch], uploaded: Uploaded, found: Computed) -> str:
+        """Discard the gradients, and return why: no target counts, or a gradient is not finite."""
+        reason = self._first_nonfinite() if found.targets else "no target counts in this batch"
+        self.zero.discard_gradients()
+        if found.targets and (self.scale is None or not math.isfinite(found.loss)):  # not an ordinary fp16 overflow
+            reason = f"{self._first_bad_result(step, batches, uploaded, found.seed_gradient)}; {reason}"
+        return reason
+
+    def _parts(self, batches: Sequence[MicroBatch], samples: int) -> int:
         """Count the micro-batches of all replicas that are not padding."""
         each = len(batches[0].samples)
         return micro_batches(samples or len(batches) * each * self.mesh.dp.size, each, 1)
 
-    def _step_params(self, lr: float, divisor: float) -> dict[bool, StepParams]:
-        """Return the inputs of updates in host memory (True), and on the device."""
+    def _step_params(self, lr: float, divisor: float) -> dict[torch.device, StepParams]:
+        """Return the inputs of updates, by the device that computes them."""
         found = {}
-        for on_host in {unit.flat.on_host for unit in self.zero.trained_units}:
-            device = torch.device("cpu") if on_host else self.mesh.device
+        for device in {unit.home.device for unit in self.zero.trained_units}:
             number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=device)
             by = None if divisor == 1.0 else torch.full_like(number, divisor, dtype=self.zero.options.master_dtype)
-            found[on_host] = StepParams(self.config.optimizer, lr, number, by, self.updates + 1)
+            found[device] = StepParams(
+                config=self.config.optimizer, lr=lr, step=number, divisor=by, number=self.updates + 1
+            )
         return found
 
     def begin(self) -> None:
@@ -281,7 +281,7 @@ class Engine:
         return f"the gradient of {names[at]} is not finite on rank {rank}" if at < len(names) else "a sum of gradients"
 
     def _first_bad_result(
-        self, step: Program, batches: Sequence[Batch], uploaded: Uploaded, seed_gradient: torch.Tensor
+        self, step: Program, batches: Sequence[MicroBatch], uploaded: Uploaded, seed_gradient: torch.Tensor
     ) -> str:
         """Repeat the step's gradients and name the first result that is not finite. All ranks call this."""
         inspector, observe = Inspector(self.interpreter, self.layers), self.interpreter.observe
@@ -294,13 +294,13 @@ class Engine:
         found = first_bad_result(self.mesh, inspector, [batch.samples for batch in batches])
         return found or "every layer's result was finite when the step was computed again"
 
-    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
+    def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """Return (sum of the cross-entropies, number of targets) of a global batch, on all ranks."""
         sums, targets = self.evaluate_by_corpus(batches)
         return sum(sums), sum(targets)
 
     @torch.no_grad()
-    def evaluate_by_corpus(self, batches: Sequence[Batch]) -> tuple[list[float], list[int]]:
+    def evaluate_by_corpus(self, batches: Sequence[MicroBatch]) -> tuple[list[float], list[int]]:
         """Return the sums of the cross-entropies and the numbers of targets, per corpus of a global batch."""
         uploaded = self._upload(batches, training=False)
         losses = self._run(self.program(EVALUATION, len(batches)), uploaded)
@@ -308,7 +308,7 @@ class Engine:
         return sums, [int(count) for count in targets]
 
     @torch.no_grad()
-    def next_logits(self, batch: Batch, places: Sequence[int]) -> torch.Tensor | None:
+    def next_logits(self, batch: MicroBatch, places: Sequence[int]) -> torch.Tensor | None:
         """Return the logits [b, v] after one place in each sample of a micro-batch, on the last stage; else None."""
         uploaded, wanted = self._upload([batch], training=False), torch.tensor(places, device=self.mesh.device)
         [micro_batch] = uploaded.micro_batches
@@ -329,11 +329,17 @@ class Engine:
         self._run(self.program(EVALUATION, 1), uploaded, head=head)
         return found[0] if found else None
 
-    def _upload(self, batches: Sequence[Batch], training: bool) -> Uploaded:
-        data, device = self.config.data, self.mesh.device
-        experts = self.config.model.num_experts > 0
-        options = {"training": training, "num_corpora": self.num_corpora, "by_sample": experts and training}
-        return upload_step(batches, self.model.stream, data, device, self.dealer, **options)
+    def _upload(self, batches: Sequence[MicroBatch], training: bool) -> Uploaded:
+        return upload_step(
+            batches,
+            stream=self.model.stream,
+            data=self.config.data,
+            device=self.mesh.device,
+            dealer=self.dealer,
+            training=training,
+            num_corpora=self.num_corpora,
+            by_sample=training and self.config.model.num_experts > 0,
+        )
 
     def _read(self, *tensors: torch.Tensor) -> list[list[float]]:
         """Return the values of 1D tensors, which are read together: see Note [one wait]."""
@@ -350,7 +356,7 @@ class Engine:
         micro_batches = uploaded.micro_batches
         if seed_gradient is not None and self.config.model.num_experts:
             micro_batches = [each.balanced(seed_gradient) for each in micro_batches]
-        with self._reporting_memory(step):
+        with self._explained(step):
             return self.interpreter.run(step, micro_batches, seed_gradient, head)
 
     def wait(self) -> None:
@@ -385,7 +391,12 @@ class Engine:
         for part, states in self.zero.owned_states():
             for state, data in states.items():
                 found[state_name(state, part.spec.name)] = LocalShard(
-                    part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data
+                    global_shape=part.spec.shape,
+                    offset=part.block.offset,
+                    local_shape=part.block.shape,
+                    start=part.start,
+                    stop=part.stop,
+                    data=data,
                 )
         return found
 

@@ -15,7 +15,7 @@ from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import ModelConfig
 from megazero.model.layers.router import Router
 from megazero.model.stage import Stage
-from megazero.plan.sizes import ROUTER_SUMS
+from megazero.plan.layout.layers import ROUTER_SUMS
 
 
 class ExpertLoads(NamedTuple):
@@ -91,7 +91,7 @@ class Routers:
         """
         if self.biases is not None:
             loads = summed.view(-1, self.model.num_experts + ROUTER_SUMS)[:, : self.model.num_experts]
-            ahead = (loads * self.model.num_experts - loads.sum(1, keepdim=True)).sign()  # of exact integers
+            ahead = (loads * self.model.num_experts - loads.sum(1, keepdim=True)).sign()  # the integers are exact
             self.biases.sub_(ahead, alpha=self.model.moe_router_bias_update_rate)
 
     def by_layer(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -136,4 +136,6 @@ class Routers:
         count, parts = max(1, sum(map(sum, choices))), max(1.0, targets) * layers
         entropy, dropped, aux, z = (sum(column) for column in zip(*(row[experts:] for row in rows), strict=True))
         entropy *= self.model.moe_router_topk
-        return ExpertLoads(choices, entropy / count, dropped / count, aux / parts, z / parts)
+        return ExpertLoads(
+            choices=choices, entropy=entropy / count, dropped=dropped / count, aux_loss=aux / parts, z_loss=z / parts
+        )

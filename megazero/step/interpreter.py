@@ -27,7 +27,6 @@ from megazero.plan.layout.topology import Route
 from megazero.plan.program import operations as ops
 from megazero.plan.program.program import Program
 from megazero.plan.program.rank_spec import PlannedLayer
-from megazero.step.graphs import ActivationSpec, BlockGraphs
 from megazero.zero.zero import Zero
 
 Observer = Callable[[ops.Op], contextlib.AbstractContextManager[object]]
@@ -36,7 +35,15 @@ Observer = Callable[[ops.Op], contextlib.AbstractContextManager[object]]
 class Compute(Protocol):
     """A layer as the interpreter calls it. If `output` is False, the interpreter uses the graph and not the result."""
 
-    def __call__(self, x: torch.Tensor | None, micro_batch: Any, output: bool) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor | None, micro_batch: Any, output: bool, /) -> torch.Tensor: ...
+
+
+class ActivationSpec(NamedTuple):
+    """Shape of the tensors between layers and between pipeline stages: [T', h]."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Graph(NamedTuple):
@@ -59,7 +66,6 @@ class Interpreter:
     Attributes:
         x, dx: the registers: micro-batch -> the activation and the gradient that its next operation reads.
         graphs: (layer, micro-batch) -> its autograd graph.
-        captured: layer -> its CUDA graphs, which replace autograd's.
         losses: micro-batch -> the loss of each of its samples, [b] fp64; on the last stage only.
         queued: (layer, micro-batch) -> weight gradients that BackwardWeights will compute.
         pending: asynchronous operations in flight.
@@ -71,6 +77,7 @@ class Interpreter:
 
     def __init__(
         self,
+        *,
         layers: Mapping[str, tuple[PlannedLayer, Compute]],
         zero: Zero,
         kept: KeptInputs | None,
@@ -79,9 +86,7 @@ class Interpreter:
         activation: ActivationSpec,
         tracker: MemoryTracker,
         tied: str | None,
-        graphs: BlockGraphs | None = None,
     ) -> None:
-        self.block_graphs, self.captured = graphs, {} if graphs is None else graphs.blocks
         self.layers, self.zero, self.units, self._kept = layers, zero, zero.units, kept
         self.pp, self.route, self.activation, self.tracker, self.tied = pp, route, activation, tracker, tied
         self.pending: dict[ops.Op, Pending] = {}
@@ -89,8 +94,8 @@ class Interpreter:
         self.current: ops.Op | None = None
         self.since = 0.0
         self.observe: Observer | None = None
-        self.square_sum: torch.Tensor | None = None
-        self._step_params: Mapping[bool, StepParams] | None = None
+        self.square_sum: torch.Tensor
+        self._step_params: Mapping[torch.device, StepParams] = {}
         self.reset()
         self._start: dict[type, Callable[[Any], Pending]] = {
             ops.Gather: self._gather,
@@ -103,14 +108,14 @@ class Interpreter:
             ops.StoreGradient: lambda op: self.units[op.unit].gradients.start_store(),
             ops.FetchGradient: lambda op: self.units[op.unit].gradients.start_fetch(),
             ops.FetchWeights: lambda op: self.units[op.unit].optimizer.start_fetch(),
-            ops.ReadStates: lambda op: self.units[op.unit].host.start_read(),
-            ops.WriteStates: lambda op: self.units[op.unit].host.start_write(),
+            ops.ReadStates: lambda op: self.units[op.unit].home.start_read(),
+            ops.WriteStates: lambda op: self.units[op.unit].home.start_write(),
             ops.Recv: self._recv,
             ops.Send: self._send,
         }
         self._do: dict[type, Callable[[Any], None]] = {
             ops.Forward: self._forward,
-            ops.Recompute: lambda op: self._compute(op.layer, self.kept.take(op.key), op.micro_batch, output=False),
+            ops.Recompute: self._recompute,
             ops.Backward: self._backward,
             ops.BackwardWeights: self._backward_weights,
             ops.Keep: lambda op: self.kept.keep(op.key, self.x[op.micro_batch], op.slot),
@@ -124,11 +129,6 @@ class Interpreter:
             ops.Wait: self._wait,
             **dict.fromkeys(self._start, self._at_once),
         }
-
-    @property
-    def has_kept(self) -> bool:
-        """Return whether inputs are kept for recompute."""
-        return self._kept is not None
 
     @property
     def kept(self) -> KeptInputs:
@@ -151,8 +151,6 @@ class Interpreter:
         self.graphs: dict[tuple[str, int], Graph] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.queued: dict[tuple[str, int], Queued] = {}
-        if self.block_graphs is not None:
-            self.block_graphs.reset()
         self.zero.discard_gradients()
 
     def run(
@@ -177,22 +175,15 @@ class Interpreter:
             self._kept.begin(program.num_slots)
         self.micro_batches, self.seed_gradient, self.head = micro_batches, seed_gradient, head
         with torch.no_grad():
-            if self.block_graphs is not None and program.trains and self.block_graphs.lacks(program):
-                self.wait_all()
-                self.block_graphs.capture(program, micro_batches[0], self.report_progress)
             self.execute(program.gradients)
         losses, self.losses = self.losses, {}
         return losses
 
-    def update(self, program: Program, params: Mapping[bool, StepParams]) -> None:
-        """Carry out the second part of a program. params: for states in host memory (True), and on the device."""
+    def update(self, program: Program, params: Mapping[torch.device, StepParams]) -> None:
+        """Carry out the second part of a program. params: by the device that updates."""
         self._step_params = params
         with torch.no_grad():
             self.execute(program.update)
-
-    def report_progress(self) -> None:
-        """Show the watchdog that this rank is alive, between two operations."""
-        self.since = time.monotonic()
 
     def execute(self, operations: ops.Ops) -> None:
         """Execute operations in order. An exception gets a note that names the operation."""
@@ -236,9 +227,6 @@ class Interpreter:
     def _forward(self, op: ops.Forward) -> None:
         i = op.micro_batch
         x = self.x.pop(i, None)  # popped first, so that the layer's input is freed unless a Keep or the graph needs it
-        if op.graph and op.layer in self.captured:
-            self.x[i] = self.captured[op.layer].forward(i, x)
-            return
         if op.graph:
             y = self._compute(op.layer, x, i)
         else:
@@ -261,15 +249,14 @@ class Interpreter:
         self.graphs[name, i] = Graph(x if layer.passes_gradient else None, get_gradient_edge(y))
         return y
 
+    def _recompute(self, op: ops.Recompute) -> None:
+        self._compute(op.layer, self.kept.take(op.key), op.micro_batch, output=False)
+
     def _backward(self, op: ops.Backward) -> None:
-        if op.layer in self.captured:
-            dx = self.captured[op.layer].backward(op.micro_batch, self.dx.pop(op.micro_batch))
-            if dx is not None:
-                self.dx[op.micro_batch] = dx
-            return
         x, y = self.graphs.pop(op.key)
         dy = self.dx.pop(op.micro_batch, None)
         if dy is None:
+            assert self.seed_gradient is not None, "an evaluation has no Backward"
             dy = self.seed_gradient.expand_as(self.losses[op.micro_batch]).contiguous()
         if not op.weights:
             self.zero.queue = []
@@ -343,6 +330,5 @@ class Interpreter:
         self.square_sum = self.zero.gradient_square_sum(self.tied)
 
     def _update(self, op: ops.Update) -> None:
-        assert self._step_params is not None
         unit = self.units[op.unit]
-        unit.optimizer.step(self._step_params[unit.flat.on_host], unit.gradients.take())
+        unit.optimizer.step(self._step_params[unit.home.device], unit.gradients.take())

@@ -22,7 +22,7 @@ def learning_rate(config: OptimizerConfig, iteration: int) -> float:
 
     The shapes are those of Megatron-LM's OptimizerParamScheduler.
     """
-    warmup, end, style = config.lr_warmup_iters, config.lr_decay_iters, config.lr_decay_style
+    warmup, end, style = config.lr_warmup_iters, config.lr_decay_iters, str(config.lr_decay_style)
     if iteration <= warmup:
         return config.lr * iteration / warmup
     if style == "constant":
@@ -64,7 +64,13 @@ class LossScale:
         if config.precision != "fp16":
             return None
         c = config
-        return cls(c.initial_loss_scale, c.min_loss_scale, c.loss_scale_window, c.hysteresis, c.hysteresis)
+        return cls(
+            value=c.initial_loss_scale,
+            least=c.min_loss_scale,
+            window=c.loss_scale_window,
+            hysteresis=c.hysteresis,
+            left=c.hysteresis,
+        )
 
     @property
     def exhausted(self) -> bool:

@@ -11,7 +11,9 @@ import torch
 
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.optimizers import Optimizer
+from megazero.config.schema import Config
 from megazero.memory.tracker import MemoryTracker
+from megazero.model.layers.context import DTYPES
 from megazero.model.layers.weight import Weight
 from megazero.optim.muon import OwnedMatrices
 from megazero.plan.layout.flat_layout import Range, equal_ranges
@@ -21,7 +23,7 @@ from megazero.plan.optimizer_sizes import OptimizerSizes, OwnedSizes
 from megazero.plan.program.rank_spec import RankSpec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ZeroOptions:
     """Options that all units of a rank share."""
 
@@ -29,17 +31,39 @@ class ZeroOptions:
     tracker: MemoryTracker
     sizes: OptimizerSizes
     dtype: torch.dtype = torch.float32
-    product_dtype: torch.dtype = torch.float32  # of matrix products in an update
+    product_dtype: torch.dtype = torch.float32  # for matrix products in an update
     grad_dtype: torch.dtype = torch.float32
     bucket_size: int = 40_000_000  # elements
     overlap: bool = True
     contiguous: bool = False  # one allocation for gradients that outlive a unit's backward
-    micro_batches: int = 1  # of a step
+    micro_batches: int = 1  # micro-batches of a step
     sequence_parallel: bool = False
     trains: bool = True  # False: no gradients and no optimizer states
-    poison: bool = False  # fill memory that must not be read with NaN: --poison-buffers
+    poison: bool = False  # write NaN into freed weights and fresh gradients: --poison-buffers
     seed: int = 0
-    states_folder: str = ""  # of files with the states of units that are on the host; empty: they are in host memory
+    states_folder: str = ""  # folder of the states' files (--optimizer-nvme-offload); empty: states are in memory
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, tracker: MemoryTracker) -> ZeroOptions:
+        """Return the options of a training engine; `config` is resolved."""
+        training, zero = config.training, config.zero
+        return cls(
+            mesh=mesh,
+            tracker=tracker,
+            sizes=OptimizerSizes(config),
+            dtype=DTYPES[training.precision],
+            product_dtype=DTYPES[training.product_precision],
+            grad_dtype=DTYPES[training.grad_dtype],
+            bucket_size=zero.reduce_bucket_size,
+            overlap=zero.overlap_comm,
+            contiguous=config.activations.contiguous_checkpointing,
+            micro_batches=config.micro_batches(mesh.layout.dp),
+            sequence_parallel=config.parallel.sequence_parallel,
+            trains=config.trains,
+            poison=zero.poison_buffers,
+            seed=training.seed,
+            states_folder=config.optimizer.optimizer_nvme_offload,
+        )
 
     @property
     def optimizer(self) -> Optimizer:
@@ -137,7 +161,15 @@ class FlatUnit:
             shape = owned.numel // math.prod(inner), *inner
             numbers = (0, *(dim - spec.leading + 1 for dim in spec.matrices if dim >= spec.leading))
             axis = self.mesh.axis(matrices.axis) if matrices.axis else None
-            found.append(OwnedMatrices(matrices, within, shape, numbers, axis if axis and axis.peers else None))
+            found.append(
+                OwnedMatrices(
+                    matrices=matrices,
+                    owned=within,
+                    shape=shape,
+                    numbers=numbers,
+                    ranks=axis if axis and axis.peers else None,
+                )
+            )
         return found
 
     def owned_in(self, ranges: Iterable[Range]) -> list[Range]:

@@ -8,32 +8,30 @@ import torch
 
 from megazero.comm.mesh.collectives import Pending, together
 from megazero.model.layers.weight import GradWriter, Weight
-from megazero.plan.layout.flat_layout import ALIGN, Range
+from megazero.plan.layout.flat_layout import Range
 from megazero.plan.layout.zero_policy import persistent_gradients
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
-from megazero.zero.host_buffer import HostBuffer
-from megazero.zero.reduce_scatter import Buffer, Reducer
+from megazero.zero.home import Buffer, Home, Reduced
+from megazero.zero.reduce_scatter import Reducer
 
 
 class UnitGradients:
     """Gradients of one unit, in --grad-dtype.
 
     unsharded  [numel]  from `open` to `start_reduce`
-    sharded    [owned]  their sum over the ranks that share a copy, from `start_reduce` to the update or `start_store`
-    host       [owned]  the same in host memory, from `start_store` to the update
+    reduced    [owned]  their sum over the ranks that share a copy, from `start_reduce` to the update; in the unit's
+                        home from `start_store` on
     """
 
-    def __init__(self, unit: FlatUnit, options: ZeroOptions, host: HostBuffer | None) -> None:
-        """host: memory of a unit with states in host memory."""
-        self.unit, self.options, self.mesh, self.host = unit, options, options.mesh, host
-        self.stored = False  # in `host`
+    def __init__(self, unit: FlatUnit, options: ZeroOptions, home: Home) -> None:
+        self.unit, self.options, self.mesh, self.home = unit, options, options.mesh, home
         self.unsharded: Buffer | None = None
-        self.sharded: Buffer | None = None
+        self.reduced: Reduced | None = None
         self.kept = persistent_gradients(unit.policy, options.contiguous, options.micro_batches, unit.on_host)
         self._persistent: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # see bind_persistent
         self._ranges = {member.weight: member.window.slice() for member in unit.members}
         self._windows: dict[Weight, torch.Tensor] = {}  # windows of `unsharded` that have a contribution
-        self._complete = False  # every window has one, by `accumulate_all` or `start_fetch`
+        self._complete = False  # every window has one, because of `start_fetch`
 
     # -- memory
 
@@ -89,16 +87,6 @@ class UnitGradients:
             self._windows[weight] = window
         write(window, add)
 
-    def accumulate_all(self, gradients: torch.Tensor) -> None:
-        """Write or add a contribution [numel] to all weights at once, in the unit's layout."""
-        assert self.unsharded is not None, f"the gradients of {self.unit.name} are not open"
-        assert not self._windows, "some weights have a contribution of their own"
-        if self._complete:
-            self.unsharded.data.add_(gradients)
-        else:
-            self.unsharded.data.copy_(gradients)
-        self._complete = True
-
     # -- reduction
 
     def start_reduce(self, reducer: Reducer) -> Pending:
@@ -116,22 +104,19 @@ class UnitGradients:
         assert self.unsharded is not None, self.unit.name
         unsharded, self.unsharded, self._windows, self._complete = self.unsharded, None, {}, False
         if not self.unit.policy.optimizer:
-            self.sharded = unsharded
+            self.reduced = unsharded
             return self.unit.shard.start_all_reduce(unsharded.data)
-        add = self.sharded is not None
-        if self.sharded is None:
-            self.sharded = self._buffer("gradients", self.unit.owned.numel, self._persistent[1])
-        reducer.start(unsharded, self.sharded.data, add, self.unit)
+        add = self.reduced is not None
+        if self.reduced is None:
+            self.reduced = self._buffer("gradients", self.unit.owned.numel, self._persistent[1])
+        reducer.start(unsharded, self.reduced.read(), add, self.unit)
         return Pending(then=reducer.drain)
 
     @property
     def sharded_grad(self) -> torch.Tensor:
         """The reduced gradient of the owned range, [owned], on the device or in host memory."""
-        if self.stored:
-            assert self.host is not None
-            return self.host.stored()
-        assert self.sharded is not None, f"the gradients of {self.unit.name} are not reduced"
-        return self.sharded.data
+        assert self.reduced is not None, f"the gradients of {self.unit.name} are not reduced"
+        return self.reduced.read()
 
     def start_reduce_replicas(self) -> Pending:
         """Sum over the replicas of the sharding group."""
@@ -147,43 +132,36 @@ class UnitGradients:
         """Sum over the first and the last pipeline stage, which both hold this unit."""
         return self.mesh.embedding.start_all_reduce(self.sharded_grad)
 
-    # -- to host memory and back
+    # -- to the home of the states and back
 
     def start_store(self) -> Pending:
-        """Copy the reduced gradient to host memory, and free it on the device."""
-        assert self.host is not None and self.sharded is not None, self.unit.name
-        (data, allocation), self.sharded, self.stored = self.sharded, None, True
-        copy = self.host.start_store(data, lambda stored: [norm(part).item() for part in self._counted(stored)])
-
-        def stored() -> None:
-            copy.wait()
-            allocation.end()
-
-        return Pending(held=(data,), then=stored)
+        """Copy the reduced gradient to the unit's home, and free it on the device."""
+        assert isinstance(self.reduced, Buffer), f"the gradients of {self.unit.name} are not on the device"
+        self.reduced, pending = self.home.start_store(self.reduced, self._counted)
+        return pending
 
     def start_fetch(self) -> Pending:
         """Copy the gradient of earlier micro-batches to the device.
 
         `start_reduce` adds to it. If it is not sharded, it is the unsharded buffer, and contributions add to it.
         """
-        assert self.host is not None and self.stored, self.unit.name
-        buffer, self.stored = self._buffer("gradients", self.unit.owned.numel, None), False
+        buffer = self._buffer("gradients", self.unit.owned.numel, None)
         if self.unit.policy.optimizer:
-            self.sharded = buffer
+            self.reduced = buffer
         else:
-            self.unsharded, self._complete = buffer, True
-        return self.host.start_fetch(buffer.data)
+            self.reduced, self.unsharded, self._complete = None, buffer, True
+        return self.home.start_fetch(buffer.data)
 
     # -- after the reduction
 
     def counted(self) -> Sequence[torch.Tensor | float]:
         """Return the pieces of the sharded gradient that this rank adds to the norm, or their norms: see `square_sums`.
 
-        These are the gradients of tp-sharded parameters and, on the first rank of tp, of tp-replicated ones. Of equal
-        gradients of experts the first rank adds its own.
+        These are the gradients of tp-sharded parameters and, on the first rank of tp, of tp-replicated ones. Replicated
+        gradients of experts count on the first rank only.
         """
-        norms = self.host.known_norms() if self.host is not None and self.stored else None
-        return self._counted(self.sharded_grad) if norms is None else norms
+        assert self.reduced is not None, f"the gradients of {self.unit.name} are not reduced"
+        return self.reduced.counted(self._counted)
 
     def _counted(self, gradient: torch.Tensor) -> list[torch.Tensor]:
         if not self.unit.group.over_tp:
@@ -195,62 +173,19 @@ class UnitGradients:
     def first_nonfinite(self) -> str | None:
         """Return the name of the first parameter whose reduced gradient, in the owned range, is not finite."""
         for part in self.unit.owned_parts():
-            reduced = self.stored or self.sharded is not None
-            if reduced and not self.sharded_grad[part.owned.slice()].isfinite().all():
+            if self.reduced is not None and not self.sharded_grad[part.owned.slice()].isfinite().all():
                 return part.spec.name
         return None
 
     def take(self) -> Buffer:
         """Hand over the reduced gradient; the caller ends its allocation."""
-        if self.stored:
-            assert self.host is not None
-            self.stored = False
-            return Buffer(self.host.gradient, self.options.tracker.allocate("host", 0))  # tracked by its HostBuffer
-        assert self.sharded is not None, self.unit.name
-        sharded, self.sharded = self.sharded, None
-        return sharded
+        assert self.reduced is not None, f"the gradients of {self.unit.name} are not reduced"
+        reduced, self.reduced = self.reduced, None
+        return reduced.take()
 
     def discard(self) -> None:
         """Free all gradients."""
-        for buffer in (self.unsharded, self.sharded):
-            if buffer is not None:
-                buffer.allocation.end()
-        self.unsharded, self.sharded, self._windows, self._complete = None, None, {}, False
-        self.stored = False
-
-
-def norm(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the norm of numbers [n], in fp64, where they are. ALIGN divides n.
-
-    Note [norms in fp32]: torch's vector_norm of 4 M fp32 numbers on a CPU has an error of 1e-4, because it
-    accumulates sequentially in fp32. Rows of ALIGN elements in fp32, and their sum in fp64, have an error of 1e-10 at
-    the same cost, and are the same rows in every layout. torch's `_foreach_norm` has no rows.
-    """
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    rows = torch.linalg.vector_norm(values.view(-1, ALIGN), dim=1, dtype=dtype)
-    return torch.linalg.vector_norm(rows, dtype=torch.float64, out=out)
-
-
-def square_sums(groups: Sequence[Sequence[torch.Tensor | float]], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares of each group's pieces, in fp64 on the device: [groups].
-
-    Pieces are on the device or in host memory, or are norms, which the host knows.
-    """
-    pieces = [piece for group in groups for piece in group]
-    norms = {
-        place: torch.zeros(len(pieces), dtype=torch.float64, device=place)
-        for place in {device, *(_place(piece) for piece in pieces)}
-    }
-    for number, piece in enumerate(pieces):
-        if isinstance(piece, torch.Tensor):
-            norm(piece, out=norms[_place(piece)][number])
-        else:
-            norms[_place(piece)][number] = piece
-    total = norms.pop(device)
-    for others in norms.values():  # which have 0 for the pieces of this one
-        total += others.to(device)
-    return torch.stack([part.sum() for part in total.square_().split([len(group) for group in groups])])
-
-
-def _place(piece: torch.Tensor | float) -> torch.device:
-    return piece.device if isinstance(piece, torch.Tensor) else torch.device("cpu")
+        for each in (self.unsharded, self.reduced):
+            if each is not None:
+                each.free()
+        self.unsharded, self.reduced, self._windows, self._complete = None, None, {}, False

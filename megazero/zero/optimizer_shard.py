@@ -16,8 +16,7 @@ from megazero.optim.step import StepParams
 from megazero.optim.updates import MATRIX_UPDATES, UPDATES
 from megazero.plan.layout.flat_layout import Range
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
-from megazero.zero.host_buffer import HostBuffer
-from megazero.zero.reduce_scatter import Buffer
+from megazero.zero.home import Buffer, Home
 
 LOWER = 0xFFFF  # half of an int32
 
@@ -62,19 +61,19 @@ class OptimizerShard:
         unit: FlatUnit,
         weights: torch.Tensor,
         options: ZeroOptions,
-        host: HostBuffer | None = None,
+        home: Home,
         memory: torch.Tensor | None = None,
     ) -> None:
         """Allocate zeros.
 
         Args:
             weights: the sharded weights, [owned].
-            host: memory of a unit with states in host memory.
             memory: zeros, uint8, tracked elsewhere, that hold all numbers; None: allocate them.
         """
-        self.unit, self.options, self.weights, self.host = unit, options, weights, host
-        self.dtype, self.device = options.master_dtype, options.mesh.device if host is None else torch.device("cpu")
-        copies, splits = host is not None or weights.dtype != self.dtype, options.optimizer.splits and host is None
+        self.unit, self.options, self.weights, self.home = unit, options, weights, home
+        self.dtype, self.device = options.master_dtype, home.device
+        copies = not home.on_device or weights.dtype != self.dtype
+        splits = options.optimizer.splits and home.on_device
         self._new = self._zeros if memory is None else carve(memory)
         self.master: Kept = SplitMaster(weights) if splits else Wide(weights)
         if copies and not splits:
@@ -83,7 +82,7 @@ class OptimizerShard:
         self.temporary = unit.sizes(options).temporary
         held = self.master.nbytes * copies + sum(state.nbytes for part in self.parts for state in part.states)
         if memory is None:
-            self.allocation = options.tracker.allocate("optimizer" if host is None else "host", held)
+            self.allocation = options.tracker.allocate(home.kind, held)
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -104,7 +103,13 @@ class OptimizerShard:
                 if owned.spec.blocked
             ]
             noise = Noise(self.options.seed, pieces, self.device)
-        return RuledPart(rule, part, states, self.unit.matrices(part) if rule.whole_matrices else [], noise)
+        return RuledPart(
+            rule=rule,
+            owned=part,
+            states=states,
+            matrices=self.unit.matrices(part) if rule.whole_matrices else [],
+            noise=noise,
+        )
 
     def step(self, params: StepParams, gradient: Buffer) -> None:
         """Update the master weights, free the reduced gradient, and cast the weights.
@@ -113,7 +118,7 @@ class OptimizerShard:
             params: with tensors in the place of the states.
         """
         self.options.mesh.in_flight.check(f"the update of {self.unit.name}", writes=[self.weights])
-        allocation = self.options.tracker.allocate("buffers" if self.host is None else "host", self.temporary)
+        allocation = self.options.tracker.allocate(self.home.scratch_kind, self.temporary)
         values = gradient.data.to(self.dtype)
         for part in self.parts:
             for piece in self._pieces(part):
@@ -143,11 +148,8 @@ class OptimizerShard:
                 state.write(within, numbers, bits)
 
     def cast(self) -> None:
-        """Copy the master weights to this rank's compute weights; on the host, to the source of `start_fetch`."""
-        target = self.weights
-        if self.host is not None:
-            self.host.settle()
-            target = self.host.weights
+        """Copy the master weights to this rank's compute weights, or to the source of `start_fetch`."""
+        target = self.home.compute_weights(self.weights)
         if not isinstance(self.master, Wide) or self.master.data is target:
             return
         if not self.options.optimizer.splits:
@@ -157,8 +159,8 @@ class OptimizerShard:
             round_away(self.master.data[piece.slice()], target[piece.slice()])
 
     def start_fetch(self) -> Pending:
-        """Copy the weights that the host has updated to the device."""
-        return Pending() if self.host is None else self.host.start_fetch_weights(self.weights)
+        """Copy the updated weights to the device."""
+        return self.home.start_fetch_weights(self.weights)
 
     def _kept(self, part: OwnedPart) -> Iterator[tuple[str, Kept, Range, RuledPart | None]]:
         """Yield the name, the numbers and the place in them of each state of a part, and the rule's part."""

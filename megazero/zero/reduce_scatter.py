@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from megazero.comm.mesh.collectives import Axis, Pending
 from megazero.memory.pool import BufferPool
-from megazero.memory.tracker import Allocation, MemoryTracker
+from megazero.memory.tracker import MemoryTracker
 from megazero.plan.layout.flat_layout import Range
 from megazero.plan.layout.zero_policy import Buckets
 from megazero.zero.flat_unit import FlatUnit
-
-
-class Buffer(NamedTuple):
-    """A tensor and its entry in the tracker."""
-
-    data: torch.Tensor
-    allocation: Allocation
+from megazero.zero.home import Buffer
 
 
 class Reducer:
@@ -42,7 +35,9 @@ class Reducer:
     ) -> None:
         self.axis, self.buckets, self.overlap = axis, buckets, overlap
         numel = buckets.packed + axis.scratch_numel(buckets.row)  # to pack into, then scratch
-        self.pool = BufferPool(numel, dtype, device, tracker, "buffers", count=buckets.slots)
+        self.pool = BufferPool(
+            numel=numel, dtype=dtype, device=device, tracker=tracker, kind="buffers", count=buckets.slots
+        )
         self.pending = [Pending() for _ in range(buckets.slots)]
         self.sending: Buffer | None = None  # a whole gradient buffer in flight, not packed
 

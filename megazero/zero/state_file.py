@@ -26,7 +26,9 @@ from megazero.memory.copies import DeviceCopy, HostLink
 from megazero.plan.optimizer_sizes import block_sizes
 from megazero.units import size
 from megazero.zero.flat_unit import FlatUnit, ZeroOptions
-from megazero.zero.host_buffer import HostBuffer, Norms
+from megazero.zero.home import Pieces
+from megazero.zero.host_buffer import HostBuffer
+from megazero.zero.norms import norm
 
 NVME = "nvme"  # the kind of traffic
 FLAG = "--optimizer-nvme-offload"
@@ -88,7 +90,7 @@ class StateFile:
         self._transfer("write", os.pwritev, memory, at)
 
     def _transfer(self, verb: str, call: Callable[..., int], memory: torch.Tensor, at: int) -> None:
-        view, done = memoryview(memory.numpy()), 0
+        view, done = memory.numpy().data, 0
         while done < len(view):
             try:
                 count = call(self._handle, [view[done : done + CALL_BYTES]], at + done)
@@ -121,7 +123,7 @@ class Block:
         begin = -memory.data_ptr() % PAGE if type(memory) is torch.Tensor else 0
         self.memory = memory[begin : begin + num_bytes]
         self.tasks: list[Future[None]] = []
-        self.then: Callable[[], None] | None = None
+        self.then: Callable[[], object] | None = None
         self.fetched: torch.cuda.Event | None = None
 
     def settle(self) -> None:
@@ -139,10 +141,10 @@ class Block:
 
 
 class FileBuffer(HostBuffer):
-    """The region of a unit in the file, and the block in which it is updated.
+    """A file as the home of a unit: its region of the file, and the block in which it is updated.
 
     Attributes:
-        resident, at_rest: memory of master weights and optimizer states: in the block, and in the file.
+        resident: memory of master weights and optimizer states in the block.
     """
 
     def __init__(
@@ -154,18 +156,19 @@ class FileBuffer(HostBuffer):
         self.allocation = options.tracker.allocate("nvme", buffer + states)
         super().__init__(unit, options, link, block.memory[:buffer])
         self.whole, self.buffer = block.memory[: buffer + states], block.memory[:buffer]
-        self.resident, self.at_rest = self.whole[buffer:], file.data[at + buffer : at + buffer + states]
+        self.resident = self.whole[buffer:]
+        self.states = self.resident, file.data[at + buffer : at + buffer + states]
         self._norms: Sequence[float] = ()
 
-    def start_store(self, source: torch.Tensor, norms: Norms) -> DeviceCopy:
-        """Copy to the block, and from there to the file. norms: computed in between."""
+    def copy_gradient(self, source: torch.Tensor, pieces: Pieces) -> DeviceCopy:
+        """Copy to the block, and from there to the file. The norms of `pieces` are computed in between."""
         self.block.settle()
-        copy = super().start_store(source, norms)
+        copy = super().copy_gradient(source, pieces)
 
         def write() -> None:
             if copy.done is not None:
                 copy.done.synchronize()
-            self._norms = norms(self.gradient)
+            self._norms = [norm(piece).item() for piece in pieces(self.gradient)]
             self.file.write(self.buffer, self.at)
 
         self._submit(len(self.buffer), write)
@@ -182,12 +185,10 @@ class FileBuffer(HostBuffer):
         return Pending(then=self._fetch(self.weights, out).wait)
 
     def start_read(self) -> Pending:
-        """Read the unit's region into the block."""
         self._read(self.whole)
         return Pending(then=self.block.settle)
 
     def start_write(self) -> Pending:
-        """Write master weights and optimizer states to the file."""
         at = self.at + len(self.buffer)
         return Pending(then=self._submit(len(self.resident), lambda: self.file.write(self.resident, at)).result)
 
@@ -197,16 +198,17 @@ class FileBuffer(HostBuffer):
         self.block.settle()
         return self.gradient
 
-    def known_norms(self) -> Sequence[float] | None:
+    def counted(self, pieces: Pieces) -> Sequence[torch.Tensor | float]:
         self.block.settle()
         return self._norms
 
     def flush(self) -> None:
         self.file.flush()
 
-    def settle(self) -> None:
+    def compute_weights(self, weights: torch.Tensor) -> torch.Tensor:
         self.block.settle()
         self.block.release()
+        return self.weights
 
     def _read(self, memory: torch.Tensor) -> None:
         def read() -> None:
@@ -235,4 +237,7 @@ def file_buffers(units: Sequence[FlatUnit], options: ZeroOptions, link: HostLink
     blocks = [Block(num_bytes, options) for num_bytes in block_sizes(sizes)]
     starts = itertools.accumulate(sizes, initial=0)
     found = zip(units, itertools.cycle(blocks), starts, strict=False)
-    return {unit.name: FileBuffer(unit, options, link, file, block, at) for unit, block, at in found}
+    return {
+        unit.name: FileBuffer(unit=unit, options=options, link=link, file=file, block=block, at=at)
+        for unit, block, at in found
+    }

@@ -53,7 +53,7 @@ class UnitWeights:
     def _point(self) -> None:
         """Point every parameter into `unsharded` or, if released, at one NaN expanded to its shape."""
         whole = self.unsharded
-        at = None if whole is None else whole.storage_offset()
+        at = None if whole is None else int(whole.storage_offset())
         if at not in self._views:
             self._views[at] = [
                 self._released.expand(member.block.stored)

@@ -28,11 +28,13 @@ from megazero.model.layers.weight import GradWriter, Weight
 from megazero.plan.layout.zero_policy import ShardingGroup, plan_buckets
 from megazero.plan.program.rank_spec import RankSpec
 from megazero.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
-from megazero.zero.gradients import UnitGradients, square_sums
+from megazero.zero.gradients import UnitGradients
+from megazero.zero.home import Home
 from megazero.zero.host_buffer import HostBuffer
+from megazero.zero.norms import square_sums
 from megazero.zero.optimizer_shard import OptimizerShard
 from megazero.zero.reduce_scatter import Reducer
-from megazero.zero.state_file import FileBuffer, file_buffers
+from megazero.zero.state_file import file_buffers
 from megazero.zero.weights import UnitWeights, UnshardedArena
 
 
@@ -41,16 +43,22 @@ class ParamUnit:
 
     Attributes:
         optimizer: updates master weights and states.
-        at_rest: the same in their place between steps, where checkpoints read them; another place if that is a file.
+        at_rest: the shard that checkpoints read and fill; `optimizer` itself unless states are in a file.
     """
 
-    def __init__(self, flat: FlatUnit, options: ZeroOptions, host: HostBuffer | None) -> None:
-        self.name, self.flat, self.host = flat.name, flat, host
+    def __init__(self, flat: FlatUnit, options: ZeroOptions, home: Home) -> None:
+        self.name, self.flat, self.home = flat.name, flat, home
         self.weights = UnitWeights(flat, options)
-        self.gradients = UnitGradients(flat, options, host)
-        memory = (host.resident, host.at_rest) if isinstance(host, FileBuffer) else (None,)
-        shards = [OptimizerShard(flat, self.weights.sharded, options, host, each) for each in memory]
-        self.optimizer, self.at_rest = shards[0], shards[-1]
+        self.gradients = UnitGradients(flat, options, home)
+        resident, at_rest = home.states
+        self.optimizer = OptimizerShard(
+            unit=flat, weights=self.weights.sharded, options=options, home=home, memory=resident
+        )
+        self.at_rest = self.optimizer
+        if at_rest is not None:
+            self.at_rest = OptimizerShard(
+                unit=flat, weights=self.weights.sharded, options=options, home=home, memory=at_rest
+            )
         self.at_rest.initialize()
 
 
@@ -69,10 +77,11 @@ class Zero:
         self.queue: list[tuple[Weight, GradWriter]] | None = None
         self.arena = UnshardedArena(options)
         flats = [FlatUnit(name, weights, options.mesh, spec) for name, weights in units.items()]
-        order = {unit: number for number, unit in enumerate(spec.offloaded_units)}  # of updates
+        order = {unit: number for number, unit in enumerate(spec.offloaded_units)}  # order of updates
         on_host = [flat for flat in flats if flat.on_host]
-        self.buffers = self._host_buffers(sorted(on_host, key=lambda flat: order.get(flat.name, len(order))))
-        self.units = {flat.name: ParamUnit(flat, options, self.buffers.get(flat.name)) for flat in flats}
+        hosts = self._host_buffers(sorted(on_host, key=lambda flat: order.get(flat.name, len(order))))
+        device = Home(options.mesh.device)
+        self.units = {flat.name: ParamUnit(flat, options, hosts.get(flat.name, device)) for flat in flats}
         self._bind_persistent_gradients()
         self._gradients: dict[Weight, UnitGradients] = {}
         for unit in self.units.values():
@@ -83,19 +92,26 @@ class Zero:
 
     def _host_buffers(self, units: list[FlatUnit]) -> Mapping[str, HostBuffer]:
         options = self.options
-        self.link = HostLink(options.mesh.device, options.mesh.copied) if units else None
-        if self.link is None:
+        if not units:
             return {}
+        link = HostLink(options.mesh.device, options.mesh.copied)
         if options.states_folder:
-            return file_buffers(units, options, self.link)
-        return {unit.name: HostBuffer(unit, options, self.link) for unit in units}
+            return file_buffers(units, options, link)
+        return {unit.name: HostBuffer(unit, options, link) for unit in units}
 
     def _reducer(self, group: ShardingGroup) -> Reducer:
         o, reduces = self.options, group.policy.optimizer and self.options.trains
         ranges = [unit.flat.ranges for unit in self.units.values() if reduces and unit.flat.group == group]
         axis = self.mesh.axis(group.axis)
         buckets = plan_buckets(o.bucket_size, ranges, axis.rank, o.overlap)
-        return Reducer(axis, buckets, o.grad_dtype, self.mesh.device, o.tracker, o.overlap)
+        return Reducer(
+            axis=axis,
+            buckets=buckets,
+            dtype=o.grad_dtype,
+            device=self.mesh.device,
+            tracker=o.tracker,
+            overlap=o.overlap,
+        )
 
     def start_reduce(self, unit: str) -> Pending:
         """Sum a unit's gradients over its sharding group."""
@@ -123,8 +139,8 @@ class Zero:
             unit.at_rest.cast()
             unit.at_rest.start_fetch().wait()
             unit.weights.start_sync().wait()
-        for host in self.buffers.values():
-            host.flush()
+        for unit in self.units.values():
+            unit.home.flush()
 
     def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
         """Add a contribution to a weight's gradient, now or when the queue is processed."""
@@ -144,8 +160,6 @@ class Zero:
         Sharded, replicated and tied parameters are counted once.
         """
         mesh = self.mesh
-        if self.link and not self.options.states_folder and any(unit.gradients.stored for unit in self.trained_units):
-            self.link.finish_stores()  # files know the norms
         units = [unit for unit in self.trained_units if unit.name != tied or mesh.pp.is_first]
         pieces: list[list[torch.Tensor | float]] = []
         for group in self.groups:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megazero.checkpoint import LocalShard, streaming
+from megazero.checkpoint import streaming
 from megazero.huggingface import importing
 from megazero.huggingface.configuration import read_config
 from megazero.huggingface.families import MODELS
 from megazero.huggingface.loading import open_weights
+from megazero.zero.shards import LocalShard
 from tests.end_to_end.test_huggingface import export, import_
 from tests.reference_run import read_checkpoint
 

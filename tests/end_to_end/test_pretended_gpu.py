@@ -93,18 +93,3 @@ def test_a_benchmark_with_tritons_kernels(tmp_path: Path) -> None:
     sizes = "--layers 1 --hidden 32 --heads 2 --seq-length 8 --vocabulary 61 --batch 1 --steps 1".split()
     text, _ = on_gpu(tmp_path / "report", "benchmarks/gpu.py", *sizes, "--systems", "megazero")
     assert "failed" not in text and "| megazero |" in text
-
-
-@pytest.mark.slow
-def test_graphs_of_a_growing_batch(model: list[object], tmp_path: Path) -> None:
-    """Slots are captured as they are needed, between evaluations too; losses and norms are those without graphs."""
-    flags = "--precision fp32 --no-tf32 --fused-kernels eager --pipeline-schedule gpipe --micro-batch-size 1 "
-    flags += "--global-batch-size 4 --rampup-batch-size 2 1 6 --train-iters 5 --eval-interval 2 --eval-iters 1"
-    found = []
-    for graphs in ("none", "local"):
-        log_dir = tmp_path / graphs
-        given = ["--cuda-graph-impl", graphs, "--log-dir", log_dir]
-        _, [waits] = on_gpu(tmp_path / "report", "pretrain_gpt.py", *model, *flags.split(), *given)
-        found.append(losses(log_dir) + [line["grad_norm"] for line in metrics(log_dir)])
-    assert waits["torch.cuda.synchronize"] > 0  # before each capture
-    assert found[1] == pytest.approx(found[0], rel=1e-5)

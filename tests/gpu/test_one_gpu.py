@@ -40,8 +40,6 @@ pytestmark = [
         {"recompute": "full", "host": True, "md": True, "schedule": "gpipe"},
         {"offload": 1.0},
         {"offload": 0.5, "zero": 2, "recompute": "full", "host": True},
-        {"graphs": True},
-        {"graphs": True, "schedule": "gpipe", "model": replace(MODEL, architecture="llama", num_query_groups=2)},
         {"reset": "documents"},
         {"reset": "documents", "model": replace(MODEL, architecture="llama", num_query_groups=2)},
     ],

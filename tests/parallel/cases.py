@@ -22,8 +22,10 @@ from megazero.config.schema import (
     ZeroConfig,
 )
 from megazero.model.stage import declare
+from megazero.observe.memory_report import explain_out_of_memory
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
+from megazero.step.batch import MicroBatch
 from megazero.step.engine import Engine
 from megazero.step.expert_loads import ExpertLoads
 
@@ -113,7 +115,6 @@ class Case(NamedTuple):
     kernels: str = "auto"
     corpora: int = 1
     device: str = "cpu"
-    graphs: bool = False
     targets: str = "most"
     optimizer: str = "adamw"
     moments: str = "fp32"
@@ -146,7 +147,7 @@ class Case(NamedTuple):
             (self.split, f"split{self.split}"),
             (self.backlog, f"backlog{self.backlog}"),
             (recompute, recompute),
-            *((getattr(self, name), name) for name in ("pa", "host", "md", "sp", "compile", "graphs")),
+            *((getattr(self, name), name) for name in ("pa", "host", "md", "sp", "compile")),
             (self.precision not in ("fp32", "fp64"), self.precision),
             (self.grad_dtype != "fp32", "grad16"),
             *((True, f"{name}={value}") for name, value in self.options),
@@ -181,7 +182,6 @@ class Case(NamedTuple):
                 freeze_parameters=self.frozen,
                 compile=self.compile,
                 fused_kernels=self.kernels,
-                cuda_graph_impl="local" if self.graphs else "none",
                 initial_loss_scale=2.0**12,  # these models' gradients are large: none overflows
             ),
             optimizer=replace(
@@ -212,15 +212,6 @@ class Case(NamedTuple):
             sequence_parallel=self.sp,
         )
         return resolve(replace(config, parallel=parallel), self.world, 0, declare)
-
-
-class MicroBatch(NamedTuple):
-    ids: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    samples: tuple[int, ...]
-    document_starts: torch.Tensor | None = None
-    corpora: tuple[int, ...] = ()
 
 
 def document_starts(case: Case, ids: torch.Tensor) -> torch.Tensor | None:
@@ -289,7 +280,7 @@ class Outcome(NamedTuple):
 
 
 def new_engine(rank: int, case: Case) -> Engine:
-    return Engine(case.config(), Mesh.build(case.layout, rank, torch.device("cpu")))
+    return Engine(case.config(), Mesh.build(case.layout, rank, torch.device("cpu")), explain=explain_out_of_memory)
 
 
 def evaluate(rank: int, case: Case) -> tuple[float, int]:

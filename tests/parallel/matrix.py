@@ -140,7 +140,6 @@ ON_GPU: Factors = {
         for name in ("exchange", "schedule", "zero", "zero_reduce_every", "zero_gather_every", "overlap_comm")
     },
     **{name: FACTORS[name] for name in ("recompute", "pa", "host", "md", "sp", "dropout", "untied", "frozen")},
-    "graphs": (False, True),
     "optimizer": ("adamw", "muon", *ON_HOST),
     "moments": ("fp32", "bf16", "int8"),
     "masters": ("fp32", "split"),
@@ -225,15 +224,6 @@ RULES = [
     Rule("sequence parallelism needs tp", True, lambda sp, tp: not sp or tp > 1),
     Rule("tp divides the tokens", True, lambda sp, tp, seq_length: not sp or SAMPLES * seq_length % tp == 0),
     Rule("2 groups on 3 ranks", True, lambda architecture, tp: not (tp == 3 and _groups(architecture) == 2)),
-    *(Rule("a CUDA graph repeats its capture", True, holds) for holds in (
-        lambda graphs, zero: not graphs or zero < 3,
-        lambda graphs, tp, cp: not graphs or tp * cp == 1,
-        lambda graphs, recompute: not graphs or recompute != "full",
-        lambda graphs, schedule: not graphs or not SCHEDULES[schedule].backlog,
-        lambda graphs, dropout: not graphs or not dropout,
-        lambda graphs, reset: not graphs or not reset,
-    )),
-    Rule("a CUDA graph repeats its capture", True, lambda graphs, mixture: not graphs or not mixture),
     Rule("experts have no biases", True, lambda mixture, architecture: not mixture or architecture != "gpt2"),
     *(Rule("ep x etp divides the ranks of a stage", True, holds) for holds in (
         _divides,
@@ -281,7 +271,6 @@ SHARED = (
     "sp",
     "schedule",
     "precision",
-    "graphs",
     "mixture",
 )
 
@@ -505,8 +494,6 @@ def on_gpu() -> Covers:
     matrix = Matrix(ON_GPU)
     plain = {name: levels[0] for name, levels in ON_GPU.items()}
     alone = [plain, plain | {"precision": "bf16", "recompute": "full", "host": True, "micro_batches": 3}]
-    graphs = plain | {"graphs": True, "micro_batches": 3}
-    alone += [graphs | {"pp": 2, "precision": "bf16", "architecture": "llama, 2 groups"}, graphs | {"dp": 2, "zero": 2}]
     for choice in alone:
         matrix.meet(choice)
     pairs, fours = list(matrix.cover(max_world=2)), list(matrix.cover(max_world=4))

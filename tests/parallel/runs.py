@@ -30,6 +30,7 @@ from megazero.run.inputs import open_data
 from megazero.run.resume import find_checkpoint
 from megazero.run.run import TrainingRun
 from megazero.run.stopping import DeadRun, Wish
+from megazero.zero.shards import LocalShard
 from tests.helpers.runs import new_run
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=257)
@@ -80,7 +81,7 @@ def train(rank: int, world: int, config: Config) -> tuple[int, str]:
 
 def weights(path: Path) -> torch.Tensor:
     shape = (257, 8)
-    target = checkpoint.LocalShard(shape, (0, 0), shape, 0, 257 * 8, torch.zeros(257 * 8))
+    target = LocalShard(shape, (0, 0), shape, 0, 257 * 8, torch.zeros(257 * 8))
     checkpoint.load(path, {"model.token_embedding.weight": target}, partial=True)
     return target.data
 

@@ -18,7 +18,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard, manifest, shards, tensor_file
+from megazero.checkpoint import manifest, tensor_file
+from megazero.zero import shards
+from megazero.zero.shards import LocalShard
 
 TIME_LIMIT = 600.0  # seconds, for a group of ranks
 

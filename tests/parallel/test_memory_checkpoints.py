@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint import LocalShard, MemoryCheckpoints, tensor_file
+from megazero.checkpoint import MemoryCheckpoints, tensor_file
 from megazero.checkpoint.in_memory import Held, whole
 from megazero.checkpoint.nodes import Nodes
 from megazero.comm.launch.world import Node, this_node
@@ -39,6 +39,7 @@ from megazero.price.plan import make_plan, plan_config
 from megazero.price.plan_report import summary
 from megazero.run.resume import find_checkpoint
 from megazero.units import size
+from megazero.zero.shards import LocalShard
 from tests.helpers.chains import LAYOUTS, Curve, configured, deviation, make_corpus
 from tests.helpers.ranks import RankError
 from tests.parallel.runs import configured as small

@@ -184,7 +184,7 @@ def train_with_masters(rank: int, case: Case, away: bool) -> tuple[Outcome, dict
     def cast(self: OptimizerShard) -> None:
         if isinstance(self.master, Wide):
             bits = self.master.data.view(torch.int32) + (1 << 15)
-            target = self.weights if self.host is None else self.host.weights
+            target = self.home.compute_weights(self.weights)
             target.copy_((bits >> 16 << 16).view(torch.float32))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint import Damaged, LocalShard, folders, manifest
+from megazero.checkpoint import Damaged, folders, manifest
 from megazero.checkpoint.verify import faults
 from megazero.config.schema import CheckpointConfig, Config, ModelConfig
 from megazero.run.resume import find_checkpoint
 from megazero.run.run_state import RunState, run_tokenizer
+from megazero.zero.shards import LocalShard
 
 SHAPES = {"model.w": (5, 7), "model.b": (7,), "exp_avg.w": (5, 7)}
 STATE: dict[str, Any] = {

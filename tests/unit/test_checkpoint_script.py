@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard, verify
+from megazero.checkpoint import verify
 from megazero.config.schema import ModelConfig
 from megazero.run.run_state import RunState
+from megazero.zero.shards import LocalShard
 from tests.helpers.programs import warm
 
 

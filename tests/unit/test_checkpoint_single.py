@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from megazero import checkpoint, files
-from megazero.checkpoint import LocalShard, folders, manifest, shards, storage
+from megazero.checkpoint import folders, manifest, storage
 from megazero.plan.layout.regions import Region
+from megazero.zero import shards
+from megazero.zero.shards import LocalShard
 
 SHAPES = {"w": (5, 7), "b": (7,), "qkv": (2, 3, 2, 5), "scale": ()}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]

@@ -56,7 +56,7 @@ COMING: set[str] = set()
 # 161: --mtbf.
 # 163: --memory-checkpoint-interval and its folder.
 # 164: --elastic.
-NUM_OPTIONS = 164
+NUM_OPTIONS = 163
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -390,24 +390,6 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"muon_scale": "keller"}, 1, 9, "--muon-scale keller needs --optimizer muon; add it"),
     ({"muon_momentum": 0.8, "optimizer": "lion"}, 1, 9, "--muon-momentum 0.8 needs --optimizer muon; add it"),
     ({"muon_num_ns_steps": 6}, 1, 9, "--muon-num-ns-steps 6 needs --optimizer muon; add it"),
-    *(
-        ({"cuda_graph_impl": "local", **options}, 2, 9, f"--cuda-graph-impl local with {said}.*--cuda-graph-impl none")
-        for options, said in [
-            ({"zero_stage": 3}, "--zero-stage 3: weights are gathered to other addresses; use 2"),
-            ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2: collectives are not captured; use 1"),
-            ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1: a graph would repeat the masks"),
-            ({"attention_dropout": 0.2}, "--attention-dropout 0.2: a graph would repeat the masks"),
-            ({"recompute": "full"}, "--recompute full: a graph keeps the memory that recompute frees"),
-            (EXPERTS, "--num-experts 4: tokens of an expert vary; drop it"),
-            (
-                {"pipeline_schedule": "zero-bubble", "pipeline_model_parallel_size": 2},
-                "--pipeline-schedule zero-bubble: weight gradients are made with the others; use 1f1b",
-            ),
-            ({"reset_attention_mask": True, "tokenizer": "byte"}, "--reset-attention-mask: attention depends"),
-            ({"reset_position_ids": True, "tokenizer": "byte"}, "--reset-position-ids: .* drop it"),
-            ({"compile": True}, "--compile: captures of compiled kernels are not tested; drop it"),
-        ]
-    ),
     (
         {"plan": True, "world_size": 4, "device_type": "h100-80gb", "rehearse": "4"},
         1,
@@ -818,7 +800,6 @@ def test_resolve_accepts_what_is_just_inside() -> None:
         ({"sequence_parallel": True, "tensor_model_parallel_size": 2, "seq_length": 7, "micro_batch_size": 2}, 2),
         ({"checkpoint_in_cpu": True, "contiguous_checkpointing": True, "recompute": "full"}, 1),
         ({"eod_mask_loss": True, "tokenizer": "byte"}, 1),
-        ({"cuda_graph_impl": "local", "zero_stage": 2, "recompute": "selective"}, 2),
         ({"vocab_size": 9}, 1),
         ({**EXPERTS, "moe_router_topk": 4, "moe_layer_freq": "E"}, 1),
         ({**EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_layer_freq": "DE"}, 1),
@@ -864,10 +845,3 @@ def test_pieces_of_samples_on_a_gpu_have_heads_of_flash_attention(options: dict[
     check_device(config, "cpu")
     with pytest.raises(ValueError, match=refusal) if refusal else contextlib.nullcontext():
         check_device(config, "cuda")
-
-
-def test_graphs_need_a_gpu() -> None:
-    config = make(cuda_graph_impl="local")
-    check_device(config, "cuda")
-    with pytest.raises(ValueError, match=r"--cuda-graph-impl local needs a GPU, and the device is cpu; use none"):
-        check_device(config, "cpu")

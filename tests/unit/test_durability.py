@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard
+from megazero.zero.shards import LocalShard
 
 Event = tuple[str, ...]  # ("flush", path) or ("rename", from, to)
 

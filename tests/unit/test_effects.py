@@ -128,7 +128,6 @@ SEEN = {
     "matmul-backend": "unit/test_matmul.py",
     "compile": "end_to_end/test_pretrain.py",
     "fused-kernels": "unit/test_kernels.py",
-    "cuda-graph-impl": "parallel/test_graphs.py",
     "weight-decay": "unit/test_optim.py",
     "optimizer": "parallel/test_muon.py",
     "adam-moments": "unit/test_small_states.py",

@@ -13,12 +13,12 @@ import torch
 
 import pretrain_gpt
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard
 from megazero.config.cli import Command, parse, read
 from megazero.config.flags import flags
 from megazero.config.schema import Config, ModelConfig
 from megazero.huggingface.model_flags import find_model
 from megazero.run.run_state import RunState, source_digest
+from megazero.zero.shards import LocalShard
 from tests.end_to_end.test_generate import write_tokenizer
 from tests.unit.test_huggingface_config import written
 

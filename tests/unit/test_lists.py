@@ -16,7 +16,7 @@ import torch.distributed as dist
 from msgspec.structs import replace as changed
 
 from megazero import checkpoint
-from megazero.checkpoint import Damaged, LocalShard, verify
+from megazero.checkpoint import Damaged, verify
 from megazero.checkpoint.manifest import Manifest, StoredTensor, Tiling, read_manifest, write_manifest
 from megazero.comm.launch.agreement import agree
 from megazero.comm.launch.world import World
@@ -33,6 +33,7 @@ from megazero.run.changes import changed_options
 from megazero.run.resume import check_data, check_model
 from megazero.run.run_state import RunState
 from megazero.run.same_run import LOCAL_FLAGS, run_values
+from megazero.zero.shards import LocalShard
 
 GROUPS = {field.name for field in fields(Config) if field.name not in ("preset", "hf_config")}
 
@@ -377,7 +378,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megazero.checkpoint.shards.CHUNK_BYTES", 16)  # several chunks a tensor
+    monkeypatch.setattr("megazero.zero.shards.CHUNK_BYTES", 16)  # several chunks a tensor
     path = saved(tmp_path)
     assert list(verify.faults(path)) == []
     load(path)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.helpers.pretended_gpu import CAPTURE, EARLY_FREE, GPU, MIXED_DEVICES, RACE, Findings, pretended_gpu
+from tests.helpers.pretended_gpu import EARLY_FREE, GPU, MIXED_DEVICES, RACE, Findings, pretended_gpu
 from tests.helpers.pretended_gpu.communicators import Ledger, UnmatchedOrder
 
 
@@ -198,59 +198,3 @@ def test_parts_of_an_exchange_have_as_many_rows_at_both_ends(ranks) -> None:
     assert ranks(2).run(exchange_parts, 0) == ["", ""]
     (said,) = filter(None, ranks(2).run(exchange_parts, 1))
     assert "communicator a between 0 and 1 is an all-to-all of" in said and "4 rows up, 7 down" in said
-
-
-def captured(pool: object, *calls: Callable[[], object]) -> list[torch.cuda.CUDAGraph]:
-    graphs = []
-    for call in calls:
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1], pool=pool):
-            call()
-    return graphs
-
-
-def test_a_graph_computes_when_it_is_replayed(gpu: Findings) -> None:
-    x, total, made = torch.ones(4, device=GPU), torch.zeros(4, device=GPU), []
-    number = 3.0
-    (graph,) = captured(torch.cuda.graph_pool_handle(), lambda: made.append(total.add_(x * number) + 1))
-    assert total.tolist() == [0.0] * 4 and made[0].isnan().all()
-    x.fill_(2)
-    number = 5.0
-    graph.replay()
-    graph.replay()
-    assert total.tolist() == [12.0] * 4 and made[0].tolist() == [13.0] * 4  # the number is that of the capture
-    assert kinds(gpu) == []
-
-
-def test_what_a_capture_frees_serves_later_captures_of_the_pool(gpu: Findings) -> None:
-    x, kept = torch.ones(4, device=GPU), []
-    pools = [torch.cuda.graph_pool_handle() for _ in range(2)]
-    for pool, survives in ((pools[0], False), (None, True)):
-        kept.clear()
-        (first,) = captured(pools[0], lambda: x.add_(x * 0))
-        (second,) = captured(pool or pools[1], lambda: kept.append(x + 1))
-        second.replay()
-        first.replay()  # its product is where the sum of the second is
-        assert (kept[0].tolist() == [2.0] * 4) is survives
-    assert kinds(gpu) == []
-
-
-def test_a_replay_finds_that_memory_is_gone(gpu: Findings) -> None:
-    x = [torch.ones(4, device=GPU)]
-    (graph,) = captured(None, lambda: x[0].add_(1))
-    graph.replay()
-    assert kinds(gpu) == []
-    x.clear()
-    graph.replay()
-    (finding,) = gpu.found
-    assert finding == (CAPTURE, "add_ is replayed, and the memory of a tensor that it was given is freed")
-
-
-def test_a_replay_is_on_the_current_stream(gpu: Findings) -> None:
-    x, other = torch.ones(4, device=GPU), torch.cuda.Stream()
-    (graph,) = captured(None, lambda: x.add_(1))
-    with torch.cuda.stream(other):
-        graph.replay()
-    assert kinds(gpu) == []  # a capture waits for all that was issued before
-    x.add_(1)
-    assert kinds(gpu) == [RACE]

@@ -52,28 +52,6 @@ def test_a_gpus_rank_is_rehearsed_without_one(tmp_path, capsys) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_a_rank_with_graphs_holds_what_is_estimated(architecture: str) -> None:
-    """Two slots of the first stage, one of the second: inputs, saved tensors, buffers of all."""
-    flags = "--cuda-graph-impl local --num-layers 3 --hidden-size 64 --num-attention-heads 2 --seq-length 16 "
-    flags += f"--vocab-size 101 --pipeline-model-parallel-size 2 --rehearse 2:0,1 --architecture {architecture} "
-    flags += "--global-batch-size 4 --precision bf16"
-    config = parse(flags.split())
-    held = []
-    for graphs in ("none", "local"):
-        asked = replace(config, training=replace(config.training, cuda_graph_impl=graphs))
-        ranks = run_rehearsal(asked, SINGLE, 0)
-        for found in ranks:
-            assert found.memory == found.estimated_memory
-        held.append([found.memory["buffers"] for found in ranks])
-    (first, last), (first_graphs, last_graphs) = held
-    assert first_graphs > first and last_graphs > last
-    on_cpu = replace(config, plan=replace(config.plan, rehearse_on="cpu"))
-    with pytest.raises(ValueError, match=r"--cuda-graph-impl local needs a GPU, and the device is cpu; use none"):
-        run_rehearsal(on_cpu, SINGLE, 0)
-
-
-@pytest.mark.long
 def test_a_rank_with_experts_holds_what_is_estimated() -> None:
     """Its router has biases, and its tokens are taken as balanced."""
     flags = "--architecture mixtral --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 16 "

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint import LocalShard
 from megazero.checkpoint.folders import PARTIAL
 from megazero.checkpoint.locking import SaveLock
 from megazero.comm.launch.world import STARTED
@@ -33,6 +32,7 @@ from megazero.data.writer import IndexedWriter
 from megazero.run.changes import changed_options
 from megazero.run.resume import check_data, find_checkpoint, takes_memory
 from megazero.run.run_state import RunState, is_hugging_face
+from megazero.zero.shards import LocalShard
 
 STATE = RunState(1, 8, 1, None, asdict(ModelConfig()), {}, {}, run="ours")
 

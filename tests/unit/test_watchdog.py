@@ -5,21 +5,13 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 from megazero.comm.launch.failures import hang_text
-from megazero.comm.mesh.pretend import pretend_mesh
-from megazero.config.cli import parse
-from megazero.data.corpora import Datasets
-from megazero.model.stage import declare
 from megazero.observe.stragglers import slow_ranks
 from megazero.observe.watchdog import Watchdog
-from megazero.plan.layout.resolve import resolve
 from megazero.plan.program.operations import Forward
-from megazero.rehearse.rehearsal import RehearsalDevice, rehearsed
 from megazero.run.replicas import checksum, differences
-from megazero.run.trainer import Trainer
 
 MINUTES = 0.002  # 0.12 s without progress
 
@@ -86,19 +78,3 @@ def test_every_bit_and_every_place_counts_in_a_checksum() -> None:
 def test_differences_name_the_minority() -> None:
     table = torch.tensor([[1, 7], [1, 7], [1, 8]])
     assert differences(table, ["a", "b"], [4, 5, 6], ()) == ["b: rank 6 unlike ranks 4-5"]
-
-
-def test_a_capture_of_graphs_reports_progress_after_every_block() -> None:
-    """A deep model takes minutes to capture, without an operation of the program."""
-    flags = "--num-layers 3 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 64"
-    config, layout = resolve(parse([*flags.split(), "--cuda-graph-impl", "local"]), 1, 0, declare)
-    device, samples, seen = RehearsalDevice.of("gpu"), [np.zeros(9, dtype=np.int64)] * 8, []
-    config = rehearsed(config, device)
-    with device.active():
-        mesh = pretend_mesh(layout, 0, device.device, device.needs_staging_buffer)
-        trainer = Trainer(config, mesh, Datasets(samples, samples, samples), eod=None)
-        run = trainer.engine.interpreter
-        report = run.report_progress
-        run.report_progress = lambda: seen.append((run.since, report(), run.since))
-        trainer.iterate()
-    assert len(seen) == 3 and all(before < after for before, _, after in seen)

@@ -24,8 +24,8 @@ from megazero.huggingface.loading import open_weights
 from megazero.kernels.matmul import TORCH
 from megazero.kernels.table import EAGER
 from megazero.model.stage import declare
+from megazero.observe.memory_report import device_in_use
 from megazero.step.batch import Dealer
-from megazero.step.memory_report import device_in_use
 from tests.helpers.notes import As, Call, Kind, Notes, calls_of, differences
 from tests.unit.data_helpers import write_corpus
 
@@ -290,7 +290,6 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "activation": ((16, 16), torch.float64, CPU),
         "tracker": As("Checkpoints.engine.tracker"),
         "tied": "token_embedding",
-        "graphs": None,  # they need a GPU, or the pretended one: parallel/test_graphs.py
     },
     "KeptInputs": {
         "numel": 256,

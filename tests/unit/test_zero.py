@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megazero.zero.gradients import square_sums
+from megazero.zero.norms import square_sums
 from tests.helpers.rounding import error_bound
 
 

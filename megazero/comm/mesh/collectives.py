@@ -106,7 +106,7 @@ class Axis:
         reads: tuple[torch.Tensor, ...] = (),
         writes: tuple[torch.Tensor, ...] = (),
         result: torch.Tensor | None = None,
-        then: Callable[[], None] | None = None,
+        then: Callable[[], object] | None = None,
         peer: int | None = None,
     ) -> Pending:
         """Start a collective.
@@ -159,7 +159,7 @@ class Axis:
             return Pending()
         parts = [out[each.slice()] for each in ranges] or list(out.view(self.size, -1))
         assert part.is_contiguous() and part.numel() == parts[self.rank].numel(), (part.shape, out.shape)
-        self._count("all-gather", out, 1, None, ranges)
+        self._count("all-gather", out, 1, kind=None, parts=ranges)
         if not self.needs_staging_buffer:
 
             def collective() -> _Work:
@@ -202,7 +202,7 @@ class Axis:
             return Pending()
         parts = [full[each.slice()] for each in ranges] or list(full.view(self.size, -1))
         assert full.dim() == 1 and out.shape == parts[self.rank].shape, (full.shape, out.shape)
-        self._count("reduce-scatter", full, 1, None, ranges)
+        self._count("reduce-scatter", full, 1, kind=None, parts=ranges)
         scratch = scratch[: self.scratch_numel(out.numel())]
         name, group = "reduce-scatter", self.group
         if self.needs_staging_buffer:
@@ -351,9 +351,9 @@ class Pending:
 
     def __init__(
         self,
-        wait: Callable[[], None] | None = None,
+        wait: Callable[[], object] | None = None,
         held: tuple[torch.Tensor, ...] = (),
-        then: Callable[[], None] | None = None,
+        then: Callable[[], object] | None = None,
     ) -> None:
         """`wait` returns when the backend has finished; `then` uses the result."""
         self._wait, self._held, self._then = wait, held, then

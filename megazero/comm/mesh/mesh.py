@@ -84,13 +84,19 @@ class Mesh:
                 group = maker.of_axis(layout.groups(name), name, urgent=name in URGENT)
                 for ranks in layout.groups(name):
                     if rank in ranks:
-                        axes[name] = Axis(name, ranks, rank, group, in_flight, hosts)
+                        axes[name] = Axis(
+                            name=name, ranks=ranks, rank=rank, group=group, in_flight=in_flight, hosts=hosts
+                        )
             if device.type != "cpu":
                 make_links(layout, axes["pp"], maker)
             world = dist.group.WORLD if len(everyone) > 1 else None
-            axes["host"] = axes["world"] = Axis("world", everyone, rank, world, in_flight, hosts)
+            axes["host"] = axes["world"] = Axis(
+                name="world", ranks=everyone, rank=rank, group=world, in_flight=in_flight, hosts=hosts
+            )
             if gloo is not None:
-                axes["host"] = Axis("host", everyone, rank, gloo, in_flight, hosts)
+                axes["host"] = Axis(
+                    name="host", ranks=everyone, rank=rank, group=gloo, in_flight=in_flight, hosts=hosts
+                )
             mesh = cls(layout, rank, device, in_flight=in_flight, **axes)
             mesh.connect()
             return mesh
@@ -175,7 +181,7 @@ class Mesh:
         """Return the values of x [n], after waiting for the device to compute them."""
         return x.tolist()
 
-    def agree(self, value: int, op: dist.ReduceOp) -> int:
+    def agree(self, value: int, op: dist.ReduceOp.RedOpType) -> int:
         """Reduce a number over all ranks, from host to host, without waiting for a device."""
         return int(self.host.all_reduce_(torch.tensor(value), op=op, kind="control"))
 

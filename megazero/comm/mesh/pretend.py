@@ -33,7 +33,7 @@ class PretendAxis(Axis):
     pretended = True
 
     def __init__(self, name: str, ranks: list[int], rank: int, needs_staging_buffer: bool) -> None:
-        super().__init__(name, ranks, rank, None, InFlight(checks=False))
+        super().__init__(name=name, ranks=ranks, rank=rank, group=None, in_flight=InFlight(checks=False))
         self._needs_staging_buffer = needs_staging_buffer
         self.issued: dict[tuple[str, str], tuple[int, int]] = {}
 

@@ -86,7 +86,7 @@ class CoreAttention:
             y = _ExplicitAttention.apply(q, k, v, self, rows, documents, dealt, keys)
         else:
             assert rows is None, "the fused kernels draw masks that depend on the layout"
-            y = fused_attention(q, k, v, self.scores, documents, dealt, keys)
+            y = fused_attention(q, k, v, scores=self.scores, documents=documents, dealt=dealt, keys=keys)
         return y.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
     def exchange(self, fused: bool, dealt: DealtTokens | None) -> AllKeys:
@@ -220,13 +220,17 @@ class Attention(nn.Module):
         self.first_head = context.tp.rank * self.num_heads
         dropout = context.dropout(model.attention_dropout, number, "scores")
         again, ring = context.selective, context.ring
-        self.core = CoreAttention(dropout, context.kernels, again, scores, context.cp, ring)
+        self.core = CoreAttention(
+            dropout=dropout, kernels=context.kernels, recompute=again, scores=scores, cp=context.cp, ring=ring
+        )
 
     def forward(self, x: torch.Tensor, norm: Norm, residual: Residual, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> x + attention(norm(x)) [T', h]; `residual` joins them."""
         *heads, x = normed_columns(x, norm, self.columns, self.split(tokens))
         y = self.attend(heads, tokens)  # [T, n/tp * d]
-        return rows_onto(x, (y,), (self.proj,), (None,), residual, Call(tokens.dropout_rows, output=True))
+        return rows_onto(
+            x, (y,), (self.proj,), activations=(None,), join=residual, call=Call(tokens.dropout_rows, output=True)
+        )
 
     def split(self, tokens: MicroBatchInfo) -> Split:
         """Return the function from the outputs of `columns` to queries, keys and values.
@@ -308,7 +312,14 @@ class GroupedAttention(Attention):
         batch, positions = len(tokens.samples), tokens.head_positions
         if tokens.cache is not None:
             batch, positions = 1, tokens.positions(self.context.device)[None]
-        return Groups(batch, self.num_heads, self.norms, self.context.kernels.rotary, self.tables, positions)
+        return Groups(
+            batch=batch,
+            num_heads=self.num_heads,
+            norms=self.norms,
+            rotary=self.context.kernels.rotary,
+            tables=self.tables,
+            positions=positions,
+        )
 
 
 class Groups(NamedTuple):
@@ -321,7 +332,7 @@ class Groups(NamedTuple):
 
     batch: int
     num_heads: int  # n/tp
-    norms: EachHead | AllHeads | tuple[()]  # of queries and keys, before rotation
+    norms: EachHead | AllHeads | tuple[()]  # for queries and keys, before rotation
     rotary: Callable[..., None]  # see `Kernels`
     tables: RotaryTables
     positions: torch.Tensor | None  # [b, s]; None: 0 to s - 1 in every sample

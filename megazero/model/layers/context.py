@@ -15,10 +15,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.mesh.collectives import AsyncTensor, Axis, Pending
+from megazero.comm.mesh.mesh import Mesh
+from megazero.config.schema import Config
+from megazero.kernels.compiled import compiled
 from megazero.kernels.dropout import Dropout, Rows
-from megazero.kernels.matmul import TORCH, Products
+from megazero.kernels.matmul import TORCH, Products, writes_wide
 from megazero.kernels.rotary import Rotary, RotaryTables
-from megazero.kernels.table import EAGER, Kernels
+from megazero.kernels.table import EAGER, KERNELS, Kernels
 from megazero.memory.tracker import Allocation, MemoryTracker
 from megazero.model.layers.balance import Balance
 from megazero.model.layers.dealt import DealtTokens
@@ -78,7 +81,7 @@ class Context:
     tracker: MemoryTracker
     precision: str
     device: torch.device
-    seed: int = 0  # of initial weights and dropout masks
+    seed: int = 0  # seed for initial weights and dropout masks
     selective: bool = False  # recompute large and cheap tensors in backward
     products: Products = TORCH
     kernels: Kernels = EAGER
@@ -87,6 +90,30 @@ class Context:
     recomputed: frozenset[int] = frozenset()  # numbers of the blocks that backward computes again
     ep: Axis = field(default_factory=lambda: Axis("ep", [0], 0))  # the ranks that share a layer's experts
     expert_tp: Axis | None = None  # the ranks that share the inner width of an expert; None: tp
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh, tracker: MemoryTracker, recomputed: frozenset[int]) -> Context:
+        """Return the context of a training engine; `config` is resolved."""
+        training = config.training
+        kernels = KERNELS[training.kernels_on(mesh.device.type)]
+        return cls(
+            stream=ResidualStream(mesh.tp, sharded=config.parallel.sequence_parallel),
+            tracker=tracker,
+            precision=training.precision,
+            device=mesh.device,
+            seed=training.seed,
+            selective=config.activations.recompute == "selective",
+            products=Products(
+                onednn=training.matmul_backend == "onednn",
+                in_place=writes_wide(mesh.device, DTYPES[training.precision]),
+            ),
+            kernels=compiled(kernels, mesh.device) if training.compile else kernels,
+            cp=mesh.cp,
+            ring=config.parallel.cp_exchange == "ring",
+            recomputed=recomputed,
+            ep=mesh.ep,
+            expert_tp=mesh.etp,
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,7 +138,7 @@ class Context:
         return ResidualStream(self.etp, self.stream.sharded and bool(self.etp.peers))
 
     def dropout(self, probability: float, layer: int, site: str) -> Dropout:
-        return Dropout(probability, self.seed, layer, site, self.kernels.dropout)
+        return Dropout(probability=probability, seed=self.seed, layer=layer, site=site, kernel=self.kernels.dropout)
 
     @functools.cached_property
     def released(self) -> torch.Tensor:
@@ -160,7 +187,19 @@ class Context:
                 matrix that an optimizer of matrices leaves to AdamW: a table, a head, a router.
         """
         axes = tuple((sharded or {}).items())
-        spec = ParamSpec("", shape, axes, decays, std, mean, pads, frozenset(summed), True, per_token, matrices)
+        spec = ParamSpec(
+            name="",
+            shape=shape,
+            sharded=axes,
+            decays=decays,
+            std=std,
+            mean=mean,
+            pads=pads,
+            summed=frozenset(summed),
+            trains=True,
+            per_token=per_token,
+            matrices=matrices,
+        )
         held = {"tp": self.tp, "ep": self.ep, "etp": self.etp}
         block = spec.local(
             {name: axis.rank for name, axis in held.items()}, {name: axis.size for name, axis in held.items()}
@@ -183,10 +222,10 @@ class MicroBatchInfo(NamedTuple):
     rows: tuple[Rows, ...]  # the T' tokens, by sample; a row is a token's index in its sample
     runs: tuple[range, ...]  # the positions of the T' tokens, as ranges of consecutive ones
     cache: KVCache | None = None  # in generation: keys and values of earlier tokens, to which these are added
-    attention_documents: Documents | None = None  # to which attention is restricted; None: whole samples
-    position_documents: Documents | None = None  # with which positions restart; None: with every sample
+    attention_documents: Documents | None = None  # attention is restricted to them; None: whole samples
+    position_documents: Documents | None = None  # positions restart with them; None: with every sample
     dealt: DealtTokens | None = None  # this rank's part of each sample; None: all of it
-    balance: Balance | None = None  # of a training step of a model with experts
+    balance: Balance | None = None  # set in training steps of models with experts
     head_positions: torch.Tensor | None = None  # positions of the T tokens, [b, t]; None: 0 to s - 1 in every sample
 
     @classmethod
@@ -239,7 +278,7 @@ class DeviceBatch(NamedTuple):
     labels: torch.Tensor  # [b, t] int64
     loss_mask: torch.Tensor  # [b, t] fp32, 1 where the target counts
     tokens: MicroBatchInfo
-    targets: torch.Tensor | None = None  # of each whole sample, [b] fp64; of a model with experts
+    targets: torch.Tensor | None = None  # number of targets of each whole sample, [b] fp64; None without experts
 
     def balanced(self, seed: torch.Tensor) -> DeviceBatch:
         """Return the micro-batch with the numbers that balance losses need; seed: d objective / d loss, a scalar."""

@@ -46,7 +46,7 @@ class DealtTokens(NamedTuple):
                 for run in own:
                     rows[number, run.start : run.stop] = torch.arange(row, row + len(run))
                     row += len(run)
-        return cls(dealt, rank, length, torch.stack(indices), rows.view(-1))
+        return cls(ranges=dealt, rank=rank, length=length, indices=torch.stack(indices), rows=rows.view(-1))
 
     @property
     def size(self) -> int:

@@ -86,11 +86,17 @@ class Dispatch(NamedTuple):
         """
         flat, pretends = ids.flatten(), axis.pretended
         counts = flat.new_zeros(2 * experts).scatter_add_(0, flat, torch.ones_like(flat))[:experts]
-        total = min(len(flat), most)  # of a trace
+        total = min(len(flat), most)  # a trace routes this many rows
         if not axis.peers:
             sizes = _sizes(counts, total, pretends) if on_host or most < len(ids) * experts else None
             rows = len(flat) if sizes is None else sum(sizes)
-            return cls(axis, [rows], [rows], RowGroups.of(counts, sizes if on_host else None), None)
+            return cls(
+                axis=axis,
+                sends=[rows],
+                receives=[rows],
+                groups=RowGroups.of(counts, sizes if on_host else None),
+                table=None,
+            )
         table, each = torch.empty_like(counts).view(axis.size, -1), experts // axis.size
         axis.start_all_to_all(counts.view_as(table), table, *[[1] * axis.size] * 2).wait()
         both = _sizes(torch.stack([counts, table.flatten()]), total, pretends)
@@ -100,7 +106,7 @@ class Dispatch(NamedTuple):
             table.copy_(torch.tensor(received).view_as(table))
         sends, receives = ([sum(sizes[i : i + each]) for i in range(0, experts, each)] for sizes in (sent, received))
         sizes = tuple(sum(received[i::each]) for i in range(each)) if on_host else None
-        return cls(axis, sends, receives, RowGroups.of(table.sum(0), sizes), table)
+        return cls(axis=axis, sends=sends, receives=receives, groups=RowGroups.of(table.sum(0), sizes), table=table)
 
     def order(self) -> torch.Tensor | None:
         """Return the order of `arranged`; None if rows stay on their rank."""

@@ -240,7 +240,7 @@ class _Branch(NamedTuple):
         arriving = dispatch.start(by_expert.rows(uppers))
         total = None
         if layer.shared is not None:
-            total = self._shared_backward(y, upper, whole, uppers, kept_shared)
+            total = self._shared_backward(y, upper, whole, uppers=uppers, kept=kept_shared)
         drows, dweights = layer.experts.backward(arranged(arriving.wait(), order), rows, weights, dispatch.groups, kept)
         assert dweights is not None
         back = [dispatch.start_back(as_arrived(each, order)) for each in (drows, dweights)]

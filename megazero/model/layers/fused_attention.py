@@ -25,7 +25,7 @@ from megazero.model.layers.piece_kernels import CpuKernel, FlashKernel, PieceKer
 from megazero.model.layers.pieces import parts, pieces_of, window_mask
 from megazero.model.layers.scores import Scores
 
-FLASH_CAPABILITY = (8, 0)  # of a GPU: FlashAttention runs from Ampere on
+FLASH_CAPABILITY = (8, 0)  # least compute capability: FlashAttention runs from Ampere on
 
 
 def is_fused(
@@ -66,14 +66,16 @@ def fused_attention(
         if documents is None and not scores.window:
             return _kernel(q, k, v, scores)
         if not on_cpu and _is_flash(q):
-            return _flash_pieces(q, k, v, scores, documents)
+            return _flash_pieces(q, k, v, scores=scores, documents=documents)
     pieces = list(pieces_of(documents, length, scores.window, dealt, chunks=on_cpu or dealt is None))
     if on_cpu or dealt is not None:
         blocks = enumerate(keys.tokens(len(q), length))
         steps = [list(parts(pieces, tokens, step == 0, not on_cpu)) for step, tokens in blocks]
         return _PiecewiseAttention.apply(q, k, v, scores, steps, keys)
     mask = window_mask(q, scores.window)
-    found = [_kernel(q[p.queries], k[p.keys], v[p.keys], scores, p.of(mask)).transpose(1, 2) for p in pieces]
+    found = [
+        _kernel(q[p.queries], k[p.keys], v[p.keys], scores=scores, mask=p.of(mask)).transpose(1, 2) for p in pieces
+    ]
     b, n, s, d = q.shape
     return torch.cat(found, dim=1).view(b, s, n, d).transpose(1, 2)
 

@@ -77,7 +77,7 @@ class KVCache:
         keys, values = self._of(layer, k, scores.window)
         if all(row.count == 1 for row in rows):
             assert [row.sample for row in rows] == list(range(self.num_sequences)), rows
-            return self._attend_once(q, k, v, keys, values, rows, scores)
+            return self._attend_once(q, k, v, keys=keys, values=values, rows=rows, scores=scores)
         deals = [self.dealt(row.count, q.device) for row in rows]
         counts = [row.count if part is None else part.indices.shape[1] for row, part in zip(rows, deals, strict=True)]
         found = []
@@ -139,7 +139,7 @@ class KVCache:
         seen = seen[:, None, None]  # [b, 1, 1, L]
         grouped = q.view(b, g, n // g, d)
         if c > 1:
-            y = self._merged(grouped, keys, values, seen, scores)
+            y = self._merged(grouped, keys, values, seen=seen, scores=scores)
         elif scores.softcap:
             capped = scores.cap_(grouped * scores.factor(d) @ keys.transpose(-1, -2))
             y = capped.masked_fill_(~seen, -torch.inf).softmax(-1) @ values

@@ -27,7 +27,7 @@ from megazero.plan.layout.layers import End, Use
 class Layer(nn.Module):
     """A layer, and its declarations for plans. The defaults are those of a block."""
 
-    use = Use.LAYER  # of its weights
+    use = Use.LAYER  # when the layer needs its weights
     end: End | None = None  # the end of the model at which it is; None: a block
     reads: tuple[str, ...] = ()  # units of other layers that it reads
 

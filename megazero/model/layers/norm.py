@@ -21,7 +21,7 @@ class Norm(nn.Module):
     """A norm as two functions below autograd, for the Functions of linear layers; or called by itself."""
 
     has_bias = False
-    mean = 1.0  # of the initial weights, which are all the same
+    mean = 1.0  # every initial weight
     weights: tuple[Weight, ...]
 
     def __init__(

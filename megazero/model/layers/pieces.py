@@ -19,7 +19,7 @@ ALIGNMENT = 8  # elements of a mask's row that GPUs read together
 LEAST_CHUNK = 64  # queries of a window's pieces: fewer cost more in calls than they save in masked keys
 
 EVERY = slice(None)
-Index = tuple[slice, slice, slice]  # of [b, heads, tokens, ..]
+Index = tuple[slice, slice, slice]  # indexes [b, heads, tokens, ..]
 
 
 class Piece(NamedTuple):
@@ -59,7 +59,7 @@ class BlockRows(NamedTuple):
 
     ranges: Ranges
     starts: list[int]
-    rows: list[int]  # of each range's first token
+    rows: list[int]  # row of each range's first token
 
     @classmethod
     def of(cls, ranges: Ranges) -> BlockRows:
@@ -117,7 +117,9 @@ def pieces_of(
             while first < run.stop:
                 number = bisect_right(ends, first)
                 queries = range(first, min(run.stop, ends[number]))
-                yield from _cut(samples, row, queries, ends[number - 1] if number else 0, window, chunks)
+                yield from _cut(
+                    samples, row, queries, begin=ends[number - 1] if number else 0, window=window, chunks=chunks
+                )
                 row, first = row + len(queries), queries.stop
 
 
@@ -144,9 +146,16 @@ def _cut(samples: slice, row: int, queries: range, begin: int, window: int, chun
         window = 0
     full = min(max(begin + window, first), stop) if window else stop
     if first < full:
-        yield Piece(samples, row, first, full, begin, False)
+        yield Piece(samples=samples, row=row, first=first, stop=full, seen=begin, masked=False)
     for at in range(full, stop, chunk(window)):
-        yield Piece(samples, row + at - first, at, min(at + chunk(window), stop), at - window, True)
+        yield Piece(
+            samples=samples,
+            row=row + at - first,
+            first=at,
+            stop=min(at + chunk(window), stop),
+            seen=at - window,
+            masked=True,
+        )
 
 
 def chunk(window: int) -> int:

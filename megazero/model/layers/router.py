@@ -38,7 +38,7 @@ from megazero.model.layers.context import Context, MicroBatchInfo
 from megazero.model.layers.dispatch import Dispatch
 from megazero.model.layers.expert_scores import ExpertScores, without_room
 from megazero.model.layers.weight import GradWriter
-from megazero.plan.sizes import ROUTER_SUMS
+from megazero.plan.layout.layers import ROUTER_SUMS
 
 
 class Routed(NamedTuple):
@@ -87,7 +87,7 @@ class Router(nn.Module):
         exact, choices = wide(x), None
         logits = F.linear(x.to(exact), self.weight.data.to(exact))
         if has_graph and tokens.balance is not None:
-            choices = tokens.balance.take(self.number)  # of the Forward that this Recompute repeats
+            choices = tokens.balance.take(self.number)  # choices of the Forward that this Recompute repeats
         if choices is None:
             choices = self._choose(logits, tokens, has_graph)
         return Routed(logits, choices, self.mixed(logits, choices))
@@ -98,7 +98,7 @@ class Router(nn.Module):
         capacity = whole if balance is None else self.model.expert_capacity
         limited = self._limited(ids, logits, capacity, tokens) if capacity < whole else ids
         most = len(ids) * self.experts * capacity // whole
-        dispatch = Dispatch.of(context.ep, limited, self.experts, most, self.on_host)
+        dispatch = Dispatch.of(context.ep, limited, self.experts, most=most, on_host=self.on_host)
         choices = Choices(limited.to(torch.int16), None, dispatch)
         if balance is None:
             return choices
@@ -109,7 +109,7 @@ class Router(nn.Module):
             best = self.scores.best(logits) if self.scores.are_restricted else ids
             counts = context.cp.all_reduce_(samples @ torch.zeros_like(logits).scatter_(1, best, 1.0))
             choices = choices._replace(counts=context.tp.all_reduce_(counts) if context.shares_tokens else counts)
-        self._record(logits, samples, loads, choices, tokens.length, balance)
+        self._record(logits, samples, loads, choices=choices, length=tokens.length, balance=balance)
         if not has_graph and self.number in context.recomputed:
             balance.keep(self.number, choices, context.tracker)
         return choices
@@ -191,7 +191,7 @@ class Router(nn.Module):
         if balance is None or not (model.moe_aux_loss_coeff or model.moe_z_loss_coeff):
             return
         sample = self._places(len(logits), tokens) // tokens.length
-        scale = (balance.targets * balance.seed).to(logits.dtype)[sample, None]  # of the mean losses of a sample
+        scale = (balance.targets * balance.seed).to(logits.dtype)[sample, None]  # weight of a sample's mean losses
         if choices.counts is not None:
             slope = choices.counts[sample] * (model.moe_aux_loss_coeff * self._aux_factor(tokens.length))
             shares = self.scores.logs(logits).softmax(-1)

@@ -64,7 +64,7 @@ class Weight:
 
     def initial(self, start: int, stop: int) -> torch.Tensor:
         """Return initial values of elements [start, stop) of the row-major shard; fp32, on the CPU."""
-        return initial_values.draw(self.seed, self.spec, self.block, start, stop)
+        return initial_values.draw(self.seed, self.spec, self.block, start=start, stop=stop)
 
     def accumulate_grad(self, write: GradWriter) -> None:
         """Hand over a contribution to the gradient, in backward. A frozen weight ignores it."""

@@ -84,7 +84,7 @@ def deal_samples(
     loads = [0] * ranks
     deals = []
     for documents in samples:
-        deals.append(deal(length, ranks, documents, windows, multiple, loads))
+        deals.append(deal(length, ranks, documents, windows=windows, multiple=multiple, loads=loads))
         loads = [sum(each) for each in zip(loads, deals[-1].work, strict=True)]
     return deals
 
@@ -96,7 +96,7 @@ def imbalance(work: Sequence[int]) -> float:
 
 def causal_imbalance(length: int, ranks: int, windows: Sequence[int] = (0,), multiple: int = 1) -> float:
     """Return the imbalance of samples that are one document."""
-    return imbalance(deal(length, ranks, (), windows, multiple).work)
+    return imbalance(deal(length, ranks, (), windows=windows, multiple=multiple).work)
 
 
 def _work(length: int, documents: Sequence[int], windows: Sequence[int]) -> Callable[[int], int]:
@@ -181,3 +181,8 @@ def dealt_multiple(config: Config) -> int:
 def dealt_tokens(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     """Return the tokens of a sample on a context-parallel rank; the first rank has the most."""
     return share(config.model.seq_length, layout.cp, cp_rank, dealt_multiple(config))
+
+
+def rank_tokens(config: Config, layout: Layout, cp_rank: int = 0) -> int:
+    """Return T, the tokens of a micro-batch on a context-parallel rank; the first rank has the most."""
+    return config.training.micro_batch_size * dealt_tokens(config, layout, cp_rank)

@@ -98,13 +98,13 @@ class FlatParam(NamedTuple):
     """The properties of a parameter that its place in the buffer depends on."""
 
     name: str
-    numel: int  # of the local block, vocabulary padding included
+    numel: int  # elements of the local block, vocabulary padding included
     decays: bool  # weight decay applies
     sharded: frozenset[str] = frozenset()  # axes that shard it; it is replicated over all others
     summed: frozenset[str] = frozenset()  # axes that replicate it and sum its gradient
     kind: WeightKind = WeightKind()
     pieces: int = 0  # equal parts, between which an optimizer of whole matrices may cut it
-    matrices: Matrices | None = None  # of each piece, if it trains
+    matrices: Matrices | None = None  # matrices of each piece, if it trains
 
     @property
     def section(self) -> tuple[bool, list[str], list[str]]:
@@ -135,7 +135,7 @@ class FlatLayout:
     gaps: list[Range]
     sections: list[Section]
     decayed: Range
-    kinds: list[tuple[WeightKind, Range]]  # of weights, gaps included; they tile the buffer
+    kinds: list[tuple[WeightKind, Range]]  # ranges by kind of weight, gaps included; they tile the buffer
     pieces: list[FlatPiece]
     numel: int
 
@@ -205,7 +205,7 @@ def deal(flats: Mapping[str, FlatLayout], size: int) -> dict[str, tuple[Range, .
     Returns:
         name -> the range of each rank. The ranges of a buffer are in any order.
     """
-    held, found = [(0, 0)] * size, {}  # of each rank: cost, elements
+    held, found = [(0, 0)] * size, {}  # rank -> (cost, elements)
     for name, flat in flats.items():
         ranges = sorted(whole_ranges(flat, size), key=lambda r: (flat.cost(r), r.numel), reverse=True)
         mine = dict(zip(sorted(range(size), key=lambda rank: held[rank]), ranges, strict=True))
@@ -255,7 +255,15 @@ def flat_layout(params: Iterable[FlatParam], size: int) -> FlatLayout:
     numel = round_up(at, ALIGN * size)
     gaps.append(Range(at, numel))
     kinds.append((WeightKind(), gaps[-1]))
-    return FlatLayout(windows, [gap for gap in gaps if gap.numel], sections, Range(0, decayed), kinds, pieces, numel)
+    return FlatLayout(
+        windows=windows,
+        gaps=[gap for gap in gaps if gap.numel],
+        sections=sections,
+        decayed=Range(0, decayed),
+        kinds=kinds,
+        pieces=pieces,
+        numel=numel,
+    )
 
 
 def _pieces(p: FlatParam, at: int) -> list[FlatPiece]:

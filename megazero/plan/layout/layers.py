@@ -20,6 +20,9 @@ from megazero.plan.layout.topology import Layout
 from megazero.plan.schedule.schedules import Costs
 from megazero.plan.schedule.split import LayerCosts
 
+# Numbers that a router sums besides its experts' loads: entropy, dropped choices, two balance losses
+ROUTER_SUMS = 4
+
 
 class Use(Enum):
     """Times at which a layer needs its weights: (kept from forward to backward, needed in backward)."""

@@ -42,10 +42,10 @@ class ParamSpec:
     """A parameter of the global model."""
 
     name: str  # "blocks.3.mlp.up.weight"
-    shape: tuple[int, ...]  # of the global tensor, padding excluded
+    shape: tuple[int, ...]  # global shape, padding excluded
     sharded: tuple[tuple[int, str], ...]  # (dim, the axis that shards it); over all other axes it is replicated
     decays: bool
-    std: float = 0.0  # of the initial normal distribution
+    std: float = 0.0  # standard deviation of the initial values
     mean: float = 0.0
     pads: bool = False  # rows are padded: the vocabulary
     summed: frozenset[str] = frozenset()  # axes that sum its gradient, besides the data-parallel ones
@@ -76,14 +76,23 @@ class ParamSpec:
 
     def flat(self, block: LocalBlock) -> FlatParam:
         """Return the properties that its place in a flat buffer depends on."""
-        param = FlatParam(self.name, block.stored_numel, self.decays, self.axes, self.summed, self.kind)
+        param = FlatParam(
+            name=self.name,
+            numel=block.stored_numel,
+            decays=self.decays,
+            sharded=self.axes,
+            summed=self.summed,
+            kind=self.kind,
+        )
         if self.matrices is None:
             return param
         numbers, last = self.matrices, len(self.shape) - 1
         pieces, count = math.prod(block.stored[: self.leading]), math.prod(block.stored[dim] for dim in numbers)
         rows = math.prod(size for dim, size in enumerate(self.shape[:-1]) if dim not in numbers)
         [divided] = [each for each in self.sharded if each[0] not in numbers] or [(0, "")]
-        matrices = Matrices(count // pieces, rows, self.shape[-1], divided[1], divided[0] != last)
+        matrices = Matrices(
+            number=count // pieces, rows=rows, columns=self.shape[-1], axis=divided[1], by_rows=divided[0] != last
+        )
         return param._replace(pieces=pieces, matrices=matrices if self.trains else None)
 
     @property

@@ -11,7 +11,7 @@ from megazero.config.flags import as_flag
 from megazero.config.limits import divisors, shorten
 from megazero.config.optimizers import BLOCK, MOST_BLOCKS
 from megazero.config.schema import ActivationConfig, Config, ParallelConfig
-from megazero.config.validate import check_values
+from megazero.config.validate import check_values, ring_refusal
 from megazero.plan.layout.dealing import dealt_multiple
 from megazero.plan.layout.layers import Declare, layer_costs
 from megazero.plan.layout.topology import Layout
@@ -82,8 +82,6 @@ def check_layout(config: Config, world_size: int) -> Layout:
     """Return the layout of a checked configuration, with layers split evenly. Raises as `resolve`."""
     check_values(config)
     _check_schedule(config)
-    if config.training.cuda_graph_impl == "local":
-        _check_graphs(config)
     _check_context(config)
     return make_layout(config, world_size)
 
@@ -285,46 +283,8 @@ def _check_context(config: Config) -> None:
             f"--cp-exchange {parallel.cp_exchange} needs a --context-parallel-size of at least 2; raise it, or use "
             "--cp-exchange auto"
         )
-    if parallel.cp_exchange == "ring" and (flag := gathers_keys(config)):
-        raise ValueError(f"--cp-exchange ring with {flag}, which needs all keys at once; use all-gather, or auto")
-
-
-def gathers_keys(config: Config) -> str:
-    """Return the flag for whose sake attention needs all keys of a query at once; empty if there is none."""
-    model = config.model
-    flags = {
-        f"--attention-dropout {model.attention_dropout:g}": model.attention_dropout > 0,
-        f"--attention-softcap {model.attention_softcap:g}": model.attention_softcap > 0,
-        f"--window-size {model.window_size}": model.window_size > 0,
-    }
-    return next((flag for flag, given in flags.items() if given), "")
-
-
-def _check_graphs(config: Config) -> None:
-    """Refuse flags that change a block's kernels, addresses or random numbers between replays of its graph."""
-    model, data, name = config.model, config.data, config.parallel.pipeline_schedule
-    tp, masks = config.parallel.tensor_model_parallel_size, "a graph would repeat the masks of its capture; use 0"
-    cp = config.parallel.context_parallel_size
-    documents = "attention depends on the starts of documents; drop it"
-    refused = {
-        "--zero-stage 3": (config.zero.zero_stage == 3, "weights are gathered to other addresses; use 2"),
-        f"--tensor-model-parallel-size {tp}": (tp > 1, "collectives are not captured; use 1"),
-        f"--context-parallel-size {cp}": (cp > 1, "collectives are not captured; use 1"),
-        f"--hidden-dropout {model.hidden_dropout:g}": (model.hidden_dropout > 0, masks),
-        f"--attention-dropout {model.attention_dropout:g}": (model.attention_dropout > 0, masks),
-        "--recompute full": (
-            config.activations.recompute == "full",
-            "a graph keeps the memory that recompute frees; use selective or none",
-        ),
-        f"--pipeline-schedule {name}": (SCHEDULES[name].backlog, "weight gradients are made with the others; use 1f1b"),
-        "--reset-attention-mask": (data.reset_attention_mask, documents),
-        "--reset-position-ids": (data.reset_position_ids, documents),
-        f"--num-experts {model.num_experts}": (model.num_experts > 0, "tokens of an expert vary; drop it"),
-        "--compile": (config.training.compile, "captures of compiled kernels are not tested; drop it"),
-    }
-    for flag, (given, reason) in refused.items():
-        if given:
-            raise ValueError(f"--cuda-graph-impl local with {flag}: {reason}, or use --cuda-graph-impl none")
+    if parallel.cp_exchange == "ring" and (reason := ring_refusal(config)):
+        raise ValueError(f"--cp-exchange ring with {reason}; use all-gather, or auto")
 
 
 def _grad_dtype(config: Config) -> str:

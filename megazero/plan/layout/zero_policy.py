@@ -17,31 +17,35 @@ class ZeroPolicy:
     """The states that are sharded over the ranks of a sharding group."""
 
     optimizer: bool
-    # reduced after every micro-batch: whole gradients do not outlive a unit's backward. Without a sharded optimizer,
-    # only those of units with states in host memory, where they are added up
-    gradients: bool
+    gradients: bool  # reduced after every micro-batch: whole gradients do not outlive a unit's backward
     parameters: bool
     gathers_once: bool = False  # once per iteration, not at every use: FSDP2's reshard_after_forward=False
+    # Units whose states are in host memory or a file add up each micro-batch's gradients there, also on one rank
+    sums_at_home: bool = False
 
     @property
     def syncs(self) -> bool:
         """True if every rank keeps whole weights and updates a part of them."""
         return self.optimizer and not self.parameters
 
+    def reduces_each(self, on_host: bool) -> bool:
+        """Return whether a unit's gradients are reduced after every micro-batch. on_host: its states are not here."""
+        return self.gradients or (self.sums_at_home and on_host)
+
     @classmethod
     def for_stage(cls, config: ZeroConfig, size: int, offloads: bool = False) -> ZeroPolicy:
         """Return the policy of --zero-stage over `size` ranks. With one rank, every stage is stage 0.
 
         Args:
-            offloads: some units have their states in host memory, where one rank can add up gradients too.
+            offloads: some units have their states in host memory or a file.
         """
-        stage = config.zero_stage if size > 1 else 0
-        adds = config.zero_stage if offloads else stage
+        stage, every = config.zero_stage if size > 1 else 0, config.zero_reduce_every == "micro-batch"
         return cls(
             optimizer=stage >= 1,
-            gradients=adds >= 2 and config.zero_reduce_every == "micro-batch",
+            gradients=stage >= 2 and every,
             parameters=stage >= 3,
             gathers_once=stage >= 3 and config.zero_gather_every == "step",
+            sums_at_home=offloads and config.zero_stage >= 2 and every,
         )
 
 
@@ -69,13 +73,13 @@ class ShardingGroup:
         """Return the group along `axis`. With one rank, its policy is stage 0."""
         shards, whole = layout.sizes[axis], config.optimizer.rules.matrices.whole_matrices
         return cls(
-            ZeroPolicy.for_stage(config.zero, shards, offload_fraction(config) > 0),
-            axis,
-            shards,
-            replica_axis,
-            layout.sizes[replica_axis],
-            whole,
-            over_tp,
+            policy=ZeroPolicy.for_stage(config.zero, shards, offload_fraction(config) > 0),
+            axis=axis,
+            shards=shards,
+            replica_axis=replica_axis,
+            replicas=layout.sizes[replica_axis],
+            whole=whole,
+            over_tp=over_tp,
         )
 
     @property
@@ -169,8 +173,8 @@ def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int, on
     They are the buffers that outlive a unit's backward: sharded ones, unless they are in host memory (`on_host`), and
     unsharded ones that accumulate.
     """
-    stays = not policy.optimizer and not (policy.gradients and on_host)
-    accumulates = stays or (not policy.gradients and micro_batches > 1)
+    each = policy.reduces_each(on_host)
+    accumulates = not each and (micro_batches > 1 or not policy.optimizer)
     return PersistentGradients(unsharded=arena and accumulates, sharded=arena and policy.optimizer and not on_host)
 
 
@@ -217,10 +221,12 @@ def plan_buckets(bucket_size: int, units: Sequence[Sequence[Range]], place: int,
         place: this rank's.
     """
     if not units:
-        return Buckets(0, 1, False, 0, 0)
+        return Buckets(columns=0, slots=1, packs=False, row=0, packed=0)
     largest, shards = max(map(_mean, units)), len(units[0])
     columns = min(largest, max(ALIGN, bucket_size // shards // ALIGN * ALIGN))
-    found = Buckets(columns, 2 if overlap and largest > columns else 1, largest > columns, 0, 0)
+    found = Buckets(
+        columns=columns, slots=2 if overlap and largest > columns else 1, packs=largest > columns, row=0, packed=0
+    )
     rows = [found.rows(ranges, 0) for ranges in units]  # the longest are first
     packed = max(sum(row.numel for row in each) for each in rows) if found.packs else 0
     return found._replace(row=max(each[place].numel for each in rows), packed=packed)

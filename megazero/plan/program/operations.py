@@ -220,7 +220,8 @@ Op = (
     | (Open | GradNorm | Update | Start | Wait)
 )
 Ops = list[Op]
-HOST_COPIES = (StoreGradient, FetchGradient, FetchWeights, ReadStates, WriteStates)  # of units
+# Copies of a unit between the device, host memory and a file
+HOST_COPIES = (StoreGradient, FetchGradient, FetchWeights, ReadStates, WriteStates)
 COMPUTE = (Forward, Recompute, Backward, BackwardWeights)
 
 

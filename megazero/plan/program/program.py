@@ -71,9 +71,17 @@ def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int 
     ops = store_gradients(spec, start_replica_sums(spec, start_early(spec, ops)))
     ops, numel = place_weights(ops if arena_limit is None else delay(ops, sizes, arena_limit), sizes)
     if not trains:
-        return Program(ops, [], trains, slots, numel, 0)
+        return Program(gradients=ops, update=[], trains=trains, num_slots=slots, arena_numel=numel, peak_live=0)
     live = live_by_chunk(order, len(spec.chunks))
-    return Program(ops + finish_gradients(spec), update(spec), trains, slots, numel, peak_live(order), live)
+    return Program(
+        gradients=ops + finish_gradients(spec),
+        update=update(spec),
+        trains=trains,
+        num_slots=slots,
+        arena_numel=numel,
+        peak_live=peak_live(order),
+        live_by_chunk=live,
+    )
 
 
 # -- printing

@@ -56,7 +56,7 @@ class Unit(NamedTuple):
     sums_over_tp: bool = False  # at least one gradient
     summed: tuple[Range, ...] = ()  # elements whose gradients are summed over tp
     group: str = DENSE  # its sharding group
-    on_host: bool = False  # its master weights, states and reduced gradients
+    on_host: bool = False  # master weights, states and reduced gradients are in host memory
 
     @property
     def numel(self) -> int:
@@ -76,16 +76,15 @@ class RankSpec:
     rank: int = 0  # along the pipeline
     ranks: int = 1
     overlap: bool = True
-    recompute: bool = False  # of blocks
-    graphs: bool = False  # blocks are replayed as CUDA graphs
-    partitioned: bool = False  # kept inputs, over tp
-    on_host: bool = False  # kept inputs
-    on_disk: bool = False  # the states of units that are on the host
-    arena: bool = False  # kept inputs
+    recompute: bool = False  # blocks are recomputed
+    partitioned: bool = False  # kept inputs are partitioned over tp
+    on_host: bool = False  # kept inputs are in host memory
+    on_disk: bool = False  # units on the host have their states in a file
+    arena: bool = False  # kept inputs are in an arena
     tied: str | None = None  # the unit of the embedding group
     backlog: int | None = None  # micro-batches whose weight gradients may wait
     v_shaped: bool = False  # placement of virtual stages
-    costs: Costs = EQUAL  # of a block's passes
+    costs: Costs = EQUAL  # costs of a block's passes
 
     @functools.cached_property
     def placement(self) -> tuple[int, ...]:
@@ -134,8 +133,7 @@ class RankSpec:
 
     def reduces_each(self, unit: str) -> bool:
         """Return True if the gradients of every micro-batch are reduced, and added up in their owned range."""
-        policy = self.policy(unit)
-        return policy.gradients and (policy.optimizer or self.units[unit].on_host)
+        return self.policy(unit).reduces_each(self.units[unit].on_host)
 
     @property
     def offloaded_units(self) -> list[str]:
@@ -145,11 +143,16 @@ class RankSpec:
     def recomputes(self, layer: PlannedLayer) -> bool:
         return self.recompute and layer.use is Use.LAYER and layer.has_backward
 
-    def captures(self, layer: PlannedLayer) -> bool:
-        return self.graphs and layer.use is Use.LAYER and layer.has_backward
-
     def pipeline(self, micro_batches: int) -> Pipeline:
-        return Pipeline(self.rank, self.ranks, micro_batches, len(self.chunks), self.backlog, self.v_shaped, self.costs)
+        return Pipeline(
+            rank=self.rank,
+            ranks=self.ranks,
+            micro_batches=micro_batches,
+            chunks=len(self.chunks),
+            backlog=self.backlog,
+            v_shaped=self.v_shaped,
+            costs=self.costs,
+        )
 
 
 def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> RankSpec:
@@ -170,7 +173,15 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         group, sequence_parallel = groups[group_of(name)], config.parallel.sequence_parallel
         summed = tuple(group.summed(flats[name], sequence_parallel))
         sums, trains = bool(summed) or (sequence_parallel and group.over_tp), any(spec.trains for spec in params)
-        units[name] = Unit(flats[name], trains, ranges[name], sums, summed, group_of(name), name in on_host)
+        units[name] = Unit(
+            flat=flats[name],
+            trains=trains,
+            owned=ranges[name],
+            sums_over_tp=sums,
+            summed=summed,
+            group=group_of(name),
+            on_host=name in on_host,
+        )
     chunks: list[tuple[PlannedLayer, ...]] = []
     for chunk, stage in enumerate(layout.stages(pp)):
         found: list[PlannedLayer] = []
@@ -179,7 +190,11 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
             kind = layers.kinds[name]
             names = (*(name + end for end in kind.suffixes), *kind.reads)
             trains = any(units[n].trains for n in names)
-            found.append(PlannedLayer(name, names, kind.use, trains, passes, kind.name))
+            found.append(
+                PlannedLayer(
+                    name=name, units=names, use=kind.use, trains=trains, passes_gradient=passes, kind=kind.name
+                )
+            )
             passes = passes or trains
         chunks.append(tuple(found))
     activations = config.activations
@@ -191,7 +206,6 @@ def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> Rank
         ranks=layout.pp,
         overlap=config.zero.overlap_comm,
         recompute=activations.recompute == "full",
-        graphs=config.captures_blocks,
         partitioned=activations.partition_activations,
         on_host=activations.checkpoint_in_cpu,
         on_disk=bool(config.optimizer.optimizer_nvme_offload),

@@ -253,7 +253,6 @@ class _Walk:
         for kind, num_bytes in sizes.at_rest().items():
             self.tracker.enter(kind, num_bytes)
         self.tracker.enter("buffers", sizes.buffers_at_rest(step.arena_numel, self.needs_staging_buffer))
-        self.tracker.enter("buffers", sizes.graphs_at_rest(step.live_by_chunk))
         for name in self.spec.trained_units:
             if sizes.persistent[name].unsharded:
                 self.tracker.enter(self._unsharded_kind(name), sizes.gradients(name))
@@ -317,7 +316,7 @@ class _Walk:
 
     def _forward(self, op: Forward) -> None:
         layer = self.sizes.layers[op.layer]
-        if op.graph and not self.spec.captures(self.spec.layers[op.layer]):
+        if op.graph:
             self._save(op, layer.kept(own_input=True))
         if layer.routes and self.spec.recomputes(self.spec.layers[op.layer]):
             self.allocations["routes", op.key] = self.tracker.allocate("activation_checkpoints", layer.routes)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megazero.config.flags import with_values
 from megazero.config.schema import Config
+from megazero.config.validate import ring_refusal
 from megazero.plan.layout.dealing import dealt_tokens
-from megazero.plan.layout.resolve import gathers_keys
 from megazero.plan.layout.topology import Layout
 from megazero.plan.sizes import keys_bytes
 from megazero.price.time.devices import Device
@@ -24,8 +24,7 @@ def choose_exchange(config: Config, layout: Layout, device: Device | None) -> Co
     ring = (
         device is not None
         and device.kind == "cuda"
-        and config.training.precision in ("bf16", "fp16")
-        and not (documents or gathers_keys(config))
+        and not (documents or ring_refusal(config, device.kind))
         and ring_hides(config, layout, device)
     )
     return with_values(config, {"cp-exchange": "ring" if ring else "all-gather"})

@@ -96,4 +96,4 @@ def _merged(axes: Iterable[str]) -> frozenset[str]:
 
 
 def _reference(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(tensor.untyped_storage())

@@ -292,7 +292,7 @@ class Traced:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
 @functools.lru_cache(maxsize=1024)

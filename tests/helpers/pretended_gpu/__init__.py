@@ -10,7 +10,6 @@ docs/pretended_gpu.md describes the model, and the faults that it cannot show.
 
 from tests.helpers.pretended_gpu.device import pretended_gpu
 from tests.helpers.pretended_gpu.findings import (
-    CAPTURE,
     EARLY_FREE,
     MIXED_DEVICES,
     RACE,
@@ -21,7 +20,6 @@ from tests.helpers.pretended_gpu.findings import (
 from tests.helpers.pretended_gpu.modes import GPU
 
 __all__ = [
-    "CAPTURE",
     "EARLY_FREE",
     "GPU",
     "MIXED_DEVICES",

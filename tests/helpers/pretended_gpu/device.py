@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,6 @@ from megazero.comm.mesh.collectives import Axis
 from megazero.step.interpreter import Interpreter
 from tests.helpers.pretended_gpu.attention import attention, varlen_attention
 from tests.helpers.pretended_gpu.findings import Findings
-from tests.helpers.pretended_gpu.graphs import Capture, Graph, Pool
 from tests.helpers.pretended_gpu.modes import Placing, Session, Watching
 
 INIT_PROCESS_GROUP = dist.init_process_group
@@ -119,7 +117,4 @@ def _cuda(session: Session, capability: tuple[int, int]) -> dict[str, Callable[.
         "stream": streams.on,
         "current_stream": streams.current_stream,
         "synchronize": streams.synchronize,
-        "CUDAGraph": functools.partial(Graph, session),
-        "graph": functools.partial(Capture, session),
-        "graph_pool_handle": Pool,
     }

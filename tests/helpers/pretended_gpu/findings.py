@@ -9,7 +9,6 @@ RACE = "race"  # two accesses of the same bytes, one a write, that nothing order
 EARLY_FREE = "early free"  # memory that the allocator hands out again while another stream uses it
 MIXED_DEVICES = "mixed devices"  # an operator that is given tensors of the host and of the device
 UNMATCHED_ORDER = "unmatched order"  # the members of a communicator issue different operations
-CAPTURE = "capture"  # something that CUDA forbids in the capture of a graph, or a replay with memory that is gone
 
 
 class Finding(NamedTuple):

@@ -22,7 +22,6 @@ from tests.helpers.pretended_gpu.attention import flash_backward, flash_forward
 from tests.helpers.pretended_gpu.clocks import HOST, Clocks, Line
 from tests.helpers.pretended_gpu.communicators import Communicators
 from tests.helpers.pretended_gpu.findings import MIXED_DEVICES, Findings
-from tests.helpers.pretended_gpu.graphs import Capture
 from tests.helpers.pretended_gpu.memory import Memory, Operator, Place, tensors_in
 from tests.helpers.pretended_gpu.streams import Streams
 
@@ -59,7 +58,6 @@ class Session:
         findings: the result.
         interpreter: of the program that runs, whose current operation findings name.
         paused: nothing is watched; the machinery itself computes.
-        capture: the capture of a CUDA graph that has begun and not ended.
     """
 
     def __init__(self) -> None:
@@ -70,7 +68,6 @@ class Session:
         self.communicators = Communicators(self.streams, self.memory, self.findings, self.pausing)
         self.interpreter: Any = None
         self.paused = False
-        self.capture: Capture | None = None
 
     @contextlib.contextmanager
     def pausing(self) -> Iterator[None]:
@@ -94,8 +91,6 @@ class Session:
 
     def host_waits(self, name: str) -> None:
         """Note that the host waits for the current stream."""
-        if self.capture is not None:
-            self.capture.refuse(f"a wait of the host for {name}")
         self.findings.waits.append(str(self.operator(name)))
         self.clocks.host_waits_for_line(self.streams.current.line)
 
@@ -114,8 +109,6 @@ class Watching(TorchDispatchMode):
         with session.pausing():
             if func.namespace == "c10d":
                 given = dict(zip(_schema(func).arguments, args, strict=False)) | kwargs
-                if session.capture is not None:
-                    session.capture.refuse(func.overloadpacket.__name__)
                 session.communicators.issue(func, args, given.get("async_op", True), session.operator)
                 return func(*args, **kwargs)
             return self._carry_out(func, args, kwargs)
@@ -132,13 +125,6 @@ class Watching(TorchDispatchMode):
         inputs = reads + writes
         places = [memory.place(x) for x in inputs]
         run = INSTEAD.get(func, func)
-        if session.capture is not None and Place.DEVICE in places:
-            if name not in COPIES:
-                self._refuse_mixed(name, inputs, places)
-            if reason := _host_waits(schema, name, args, kwargs, inputs, places):
-                session.host_waits(reason)
-            computes = not schema.is_view and name not in NO_ACCESS
-            return session.capture.write_down(name, run, args, kwargs, writes, computes)
         out = run(*args, **kwargs)
         if all(place is Place.HOST for place in places):
             return out
@@ -255,11 +241,6 @@ class Placing(TorchFunctionMode):
     def _make(self, func: Any, args: Any, kwargs: Any, place: Place) -> torch.Tensor:
         """Make a tensor at a place that was asked for."""
         session, name = self.session, func.__name__
-        if session.capture is not None and place is Place.DEVICE:
-            if func in (torch.tensor, torch.as_tensor):
-                session.capture.refuse(f"{name} of numbers of the host")
-            with session.pausing():
-                return session.capture.write_down(name, func, args, kwargs, [], name not in NO_ACCESS)
         with session.pausing():
             out = func(*args, **kwargs)
         line = session.streams.current.line if place is Place.DEVICE else HOST

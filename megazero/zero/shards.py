@@ -22,9 +22,9 @@ class LocalShard:
     """
 
     global_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # of the local block in the global tensor
-    local_shape: tuple[int, ...]  # of the local block (the tensor-parallel shard), padding excluded
-    start: int  # of the owned range of the local block (the ZeRO shard)
+    offset: tuple[int, ...]  # first element of the local block in the global tensor
+    local_shape: tuple[int, ...]  # shape of the local block (the tensor-parallel shard), padding excluded
+    start: int  # the owned range of the local block (the ZeRO shard) begins here
     stop: int
     data: torch.Tensor  # [stop - start], contiguous; read by save, written in place by load
 

@@ -8,12 +8,12 @@ import sys
 import torch
 
 from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import Config
 from megazero.log import log
-from megazero.memory.tracker import KINDS, MemoryTracker
+from megazero.memory.tracker import KINDS
 from megazero.plan.program.operations import Op, name_of
 from megazero.plan.program.program import Program
 from megazero.price.bytes.estimate import predicted_after
+from megazero.step.engine import Engine
 
 # CPU allocators raise RuntimeErrors that only their messages distinguish.
 WORDS = ("not enough memory", "can't allocate memory", "out of memory", "cannot allocate memory")
@@ -27,12 +27,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS)
 
 
-def memory_report(config: Config, mesh: Mesh, tracker: MemoryTracker, step: Program, op: Op | None) -> str:
+def explain_out_of_memory(error: BaseException, engine: Engine, step: Program) -> str:
+    """Return a memory report for an out-of-memory error of a step's operation, and an empty text for other errors."""
+    return memory_report(engine, step, engine.interpreter.current) if is_out_of_memory(error) else ""
+
+
+def memory_report(engine: Engine, step: Program, op: Op | None) -> str:
     """Return a table of this rank's memory when `op` of `step` failed: by kind, now, at the peak, and as predicted.
 
     The prediction is for the moment after the operation. Evaluations have none.
     """
-    trackers, columns = [tracker], ["now", "peak"]
+    config, mesh = engine.config, engine.mesh
+    trackers, columns = [engine.tracker], ["now", "peak"]
     ops = [*step.gradients, *step.update]
     at = next((n for n, known in enumerate(ops) if known is op), None)
     if step.trains and at is not None:
