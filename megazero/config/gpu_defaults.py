@@ -11,18 +11,20 @@ from megazero.config.schema import Config
 WARMUP_SHARE, MOST_WARMUP = 100, 2000  # a hundredth of the iterations, and at most 2000, warm up
 
 
-def gpu_defaults(config: Config, given: Collection[str], precision: Precision) -> tuple[Config, str]:
+def gpu_defaults(config: Config, given: Collection[str], precision: Precision | None) -> tuple[Config, str]:
     """Choose a precision and a warm-up of 1 % of the iterations, at most 2,000, where they are not given.
 
     Args:
         config: not resolved yet.
         given: names of the flags, without dashes, that the command line or its preset set.
         precision: the one that the GPU multiplies fastest in: bf16; fp16 on a GPU that imitates bf16, such as a V100;
-            fp32 on one without tensor cores.
+            fp32 on one without tensor cores; None: the device is no GPU.
 
     Returns:
         The configuration, and a line that reports the choices; empty if there are none.
     """
+    if precision is None:
+        return config, ""
     chosen, instead = [], []
     if precision != "fp32" and "precision" not in given and config.training.grad_dtype in ("fp32", precision):
         config = replace(config, training=replace(config.training, precision=precision))

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megazero.comm.launch.errors import PeerLost
+from megazero.command.errors import place_of
 from megazero.observe.watchdog import Activity
 from megazero.plan.program.operations import Keep, Op, Open, Recompute
 from megazero.step import memory_report
 from megazero.step.engine import Engine
-from pretrain_gpt import place_of
 from tests.parallel.cases import Case, micro_batches, new_engine
 
 ERRORS = [

@@ -24,7 +24,7 @@ from megazero.huggingface.loading import open_weights
 from megazero.kernels.matmul import TORCH
 from megazero.kernels.table import EAGER
 from megazero.model.stage import declare
-from megazero.observe.memory_report import device_in_use
+from megazero.observe.memory_report import device_in_use, explain_out_of_memory
 from megazero.step.batch import Dealer
 from tests.helpers.notes import As, Call, Kind, Notes, calls_of, differences
 from tests.unit.data_helpers import write_corpus
@@ -43,18 +43,18 @@ TRAINING = (
     "--sample-interval 2 --log-interval 2"
 )
 PARTS = """
-    megazero.comm.launch.machine:machine megazero.price.bytes.capacity:check_memory
-    megazero.run.inputs:open_data megazero.run.inputs:open_datasets megazero.data.corpora:GPTDataset
-    megazero.run.resume:find_checkpoint pretrain_gpt:Clock pretrain_gpt:check_device
-    pretrain_gpt:resolve megazero.comm.launch.launch:start megazero.comm.launch.launch:limit
+    megazero.command.prepare:machine megazero.command.prepare:check_memory
+    megazero.command.prepare:open_data megazero.run.inputs:open_datasets megazero.data.corpora:GPTDataset
+    megazero.command.train:find_checkpoint megazero.command.prepare:Clock megazero.command.prepare:check_device
+    megazero.command.prepare:resolve megazero.comm.launch.launch:start megazero.comm.launch.launch:limit
     megazero.comm.launch.launch:stop
-    megazero.comm.launch.agreement:agree megazero.comm.mesh.mesh:Mesh.build megazero.observe.start_report:screen
-    megazero.observe.start_report:details megazero.observe.start_report:hand_out megazero.run.trainer:Trainer
+    megazero.command.train:agree megazero.comm.mesh.mesh:Mesh.build megazero.observe.start_report:screen
+    megazero.observe.start_report:details megazero.observe.start_report:hand_out megazero.command.train:Trainer
     megazero.run.trainer:choose_matmul_backend megazero.run.trainer:choose_kernels megazero.run.trainer:Engine
-    megazero.run.trainer:Profiler megazero.run.checkpoints:Checkpoints megazero.run.trainer:Batches
+    megazero.run.trainer:Profiler megazero.command.train:Checkpoints megazero.run.trainer:Batches
     megazero.run.trainer:Evaluator megazero.run.trainer:TextSampler megazero.run.run:RunEvents
     megazero.run.run:open_writers megazero.run.run:check_replicas megazero.run.trainer:peak_flops
-    pretrain_gpt:Wishes megazero.run.run:TrainingRun
+    megazero.command.train:Wishes megazero.command.train:TrainingRun
     megazero.step.engine:Context megazero.step.engine:Stage megazero.step.engine:ZeroOptions
     megazero.step.engine:Zero megazero.step.engine:Interpreter megazero.step.engine:KeptInputs
     megazero.step.engine:upload_step megazero.step.engine:learning_rate megazero.step.engine:rank_spec
@@ -214,7 +214,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     },
     "choose_matmul_backend": {"config": CONFIG, "mesh": MESH, "measure": Kind("function")},
     "choose_kernels": {"config": CONFIG, "mesh": MESH, "complaint": None},
-    "Engine": {"config": CONFIG, "mesh": MESH, "num_corpora": 2},
+    "Engine": {"config": CONFIG, "mesh": MESH, "num_corpora": 2, "explain": explain_out_of_memory},
     "Profiler": {"config": CONFIG, "engine": ENGINE},
     "Checkpoints": {
         "config": CONFIG,

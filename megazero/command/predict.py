@@ -1,0 +1,38 @@
+"""Predictions of a run (--plan, --plan-search), without starting a rank or opening data."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megazero.config.cli import Command
+from megazero.config.gpu_defaults import gpu_defaults
+from megazero.log import log
+from megazero.price import plan_report
+from megazero.price.plan import make_plan, plan_config, vocabulary
+from megazero.price.search import search_report
+from megazero.price.search.choose import choose_layout
+from megazero.price.time.devices import load_device
+
+
+def predict(command: Command) -> None:
+    """Print the predictions of --plan or --plan-search."""
+    from rich.console import Console
+
+    console, config = Console(width=None if sys.stdout.isatty() else 160), command.config
+    device = load_device(config.plan.device_type)
+    config, note = gpu_defaults(config, command.given, device.fastest_precision if device.kind == "cuda" else None)
+    if note:
+        log.info(note)
+    if config.parallel.layout == "auto":
+        world = config.plan.world_size or 1
+        choice = choose_layout(config, command.given, world, vocab_size=vocabulary(config), device=device)
+        log.info(choice.words(config, device, command.dropped))
+        config = choice.apply(config)
+    if config.plan.plan_search:
+        search_report.run_search(config, command.args, console)
+        return
+    plan = make_plan(*plan_config(config))
+    plan_report.show(plan, console)
+    if config.log.log_dir:
+        plan_report.write(plan, Path(config.log.log_dir))

@@ -1,0 +1,39 @@
+"""Steps of ranks of a larger world, on stand-in tensors (--rehearse)."""
+
+from __future__ import annotations
+
+from megazero.comm.launch import launch
+from megazero.comm.launch.world import World
+from megazero.config.cli import Command
+from megazero.config.gpu_defaults import gpu_defaults
+from megazero.config.model_options import Precision
+from megazero.config.schema import Config
+from megazero.log import log
+from megazero.price.plan import vocabulary
+from megazero.price.search.choose import CPU, choose_layout
+from megazero.price.time.devices import load_device
+from megazero.rehearse.rehearsal import RehearsalDevice
+from megazero.rehearse.rehearsal_report import pretended_world, run_rehearsal
+
+
+def rehearse(command: Command, world: World) -> None:
+    """Run the steps, and report their bytes next to the predicted ones."""
+    config, note = gpu_defaults(command.config, command.given, _fastest_precision(command.config, world))
+    if note:
+        log.info(note)
+    if config.parallel.layout == "auto":
+        on = config.plan.rehearse_on
+        priced = load_device(config.plan.device_type or (CPU if RehearsalDevice.of(on).kind == CPU else ""))
+        pretended = pretended_world(config, world)
+        choice = choose_layout(config, command.given, pretended, vocab_size=vocabulary(config), device=priced)
+        log.info(choice.words(config, priced, command.dropped))
+        config = choice.apply(config)
+    run_rehearsal(config, world, vocabulary(config))
+
+
+def _fastest_precision(config: Config, world: World) -> Precision | None:
+    """Return the fastest precision of the device that the rehearsal imitates; None: it is no GPU."""
+    if config.plan.rehearse_on != "here":
+        return "bf16" if config.plan.rehearse_on == "gpu" else None
+    device = launch.pick_device(world)
+    return launch.fastest_precision(device) if device.type == "cuda" else None

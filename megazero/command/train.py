@@ -1,0 +1,174 @@
+"""A run: join the other ranks, build the model, train, and stop."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+from megazero import checkpoint
+from megazero.checkpoint.locking import SaveLock
+from megazero.comm.launch import failures, launch
+from megazero.comm.launch.agreement import agree
+from megazero.comm.launch.machine import environment
+from megazero.comm.launch.world import World
+from megazero.comm.mesh.mesh import Mesh
+from megazero.command.prepare import Prepared, prepare
+from megazero.config.cli import Command
+from megazero.config.schema import Config
+from megazero.huggingface.export import export_run
+from megazero.huggingface.loading import open_weights
+from megazero.log import log
+from megazero.observe import start_report
+from megazero.observe.start_clock import StartClock, process_start
+from megazero.observe.watchdog import Watchdog
+from megazero.run import relayout
+from megazero.run.checkpoints import Checkpoints
+from megazero.run.exports import Exports
+from megazero.run.resume import find_checkpoint
+from megazero.run.run import TrainingRun
+from megazero.run.same_run import run_values
+from megazero.run.stopping import Signals, Wish, Wishes
+from megazero.run.trainer import Trainer
+
+LOCK_SECONDS = 180.0  # in which a lost node gives up the lock of --save: file servers wait so long for a client
+HANG_PATIENCE_SECONDS = 10.0  # in which the watchdogs of the other ranks see the hang too
+
+
+def train(command: Command, world: World, signals: Signals) -> Wish | None:
+    """Train or evaluate; returns the request that ended the run early."""
+    clock = StartClock(process_start())
+    clock.mark("process")
+    prepared = prepare(command._replace(config=relayout.resuming(command.config)), world)
+    clock.mark("checks")
+    mesh, screen = connect(prepared)
+    signals.joined()
+    clock.mark("joining")
+    with mesh.world.peer_errors("looking for a checkpoint"):
+        lock, load = take_folders(prepared, mesh)
+    config = prepared.checked.config
+    run = build(prepared, mesh, signals, clock)
+    clock.mark("model")
+    if world.rank == 0:
+        _hand_out_report(prepared, mesh, screen, run)
+    silent = world.size > 1 and mesh.device.type == "cuda"  # NCCL does not report that a peer has failed
+    peers = failures.ending_with_peers(world) if silent else contextlib.nullcontext()
+    with peers, run.watchdog.over(run.trainer.engine.interpreter), frozen_objects():
+        if config.evaluation.eval_only:
+            assert load is not None, "find_checkpoint refuses an evaluation without a checkpoint"
+            stop = run.evaluate(load)
+        else:
+            stop = run.train(load)
+    if lock is not None:
+        lock.release()
+    launch.stop(world, config.parallel.distributed_timeout_minutes)
+    return stop
+
+
+def connect(prepared: Prepared) -> tuple[Mesh, list[str]]:
+    """Join the other ranks, agree with them on the run, and make the groups of the mesh.
+
+    Returns:
+        The mesh, and the start report on the console; empty except on rank 0.
+
+    Raises:
+        ValueError: on every rank, if rank 0 refuses the run or the ranks' flags, code or data differ.
+    """
+    (world, device, machine), (config, layout, tokenizer, datasets) = prepared.ranks, prepared.checked
+    minutes, screen = config.parallel.distributed_timeout_minutes, []
+    hosts = launch.start(world, device, minutes)
+    agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts=hosts, refused=prepared.gate.refusal)
+    if world.rank == 0:
+        screen = start_report.screen(
+            asked=prepared.choice.command.config,
+            config=config,
+            layout=layout,
+            machine=machine,
+            device=start_report.device_text(device, config.training.precision),
+            chosen=prepared.note,
+            num_ids=tokenizer.vocab_size if tokenizer else 0,
+            corpus=datasets.train_tokens,
+            auto=prepared.choice.report,
+        )
+        log.info("\n".join(screen))
+    with launch.limit(world, 60 * (launch.JOIN_MINUTES + minutes), "making the groups of ranks"):
+        checks = config.zero.poison_buffers
+        return Mesh.build(layout, world.rank, device, minutes, check_buffers=checks, hosts=hosts), screen
+
+
+def take_folders(prepared: Prepared, mesh: Mesh) -> tuple[SaveLock | None, Path | None]:
+    """Lock --save, and find the checkpoint from which the run starts. With --elastic, complete the table of layouts."""
+    config, (world, *_), lock = prepared.checked.config, prepared.ranks, None
+    if config.checkpoint.save:
+        patience = LOCK_SECONDS if config.parallel.elastic else 0.0
+        lock = checkpoint.lock(Path(config.checkpoint.save), mesh.host_group, patience)
+    load = find_checkpoint(config, mesh.host_group)
+    if prepared.choice.table is not None:
+        relayout.complete(prepared.choice.table, world.rank, world.size, mesh.host_group)
+    return lock, load
+
+
+def build(prepared: Prepared, mesh: Mesh, signals: Signals, clock: StartClock) -> TrainingRun:
+    """Build the model, and the parts of the run around it."""
+    (world, *_), (config, _, tokenizer, datasets) = prepared.ranks, prepared.checked
+    command, hosts = prepared.choice.command, mesh.world.hosts
+    patience = max(HANG_PATIENCE_SECONDS, 6 * config.monitor.hang_timeout)  # a tenth of the limit
+    watchdog = Watchdog(config.monitor.hang_timeout, lambda place: failures.end_hung(world, place, hosts, patience))
+    trainer = Trainer(
+        config,
+        mesh,
+        datasets,
+        eod=tokenizer.eod if tokenizer and config.data.document_flags else None,
+        watchdog=watchdog,
+        tokenizer=tokenizer,
+    )
+    saves = Checkpoints(
+        trainer.config,
+        trainer.engine,
+        datasets,
+        tokenizer=tokenizer,
+        watchdog=watchdog,
+        given=command.given,
+        open_weights=open_weights,
+    )
+    stop_file = Path(config.log.log_dir) / "stop" if world.rank == 0 and config.log.log_dir else None
+    return TrainingRun(
+        trainer,
+        saves,
+        Wishes(signals, prepared.gate.clock, stop_file),
+        command=command,
+        exports=_exports(config, saves),
+        clock=clock,
+        elastic=prepared.choice.line,
+    )
+
+
+def _exports(config: Config, saves: Checkpoints) -> Exports | None:
+    if not (config.checkpoint.save_hf and config.trains):
+        return None
+    return Exports(saves, lambda path, output: export_run(path, output, config.training.precision))
+
+
+def _hand_out_report(prepared: Prepared, mesh: Mesh, screen: list[str], run: TrainingRun) -> None:
+    config, layout, *_ = prepared.checked
+    details = start_report.details(
+        config,
+        layout,
+        prepared.ranks.machine,
+        hosts=mesh.world.hosts,
+        environment=environment(),
+        notes=run.trainer.choices,
+    )
+    start_report.hand_out(config, screen, details)
+
+
+@contextlib.contextmanager
+def frozen_objects() -> Iterator[None]:
+    """Exclude modules and engine from garbage collections, which interrupt each rank at a different time."""
+    gc.collect()
+    gc.freeze()  # the engine too
+    try:
+        yield
+    finally:
+        gc.unfreeze()  # else Triton's bindings report leaks when the process exits
