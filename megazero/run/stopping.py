@@ -26,7 +26,8 @@ from megazero.log import log
 
 SAVED_EARLY = 75
 LOOK_SECONDS = 3.0  # for the newest checkpoint, in a folder whose server may not respond
-AGAIN = "Press Ctrl-C again to stop at once, unsaved"
+EXIT_SECONDS = 1.0  # for a line in print, which a full pipe may block
+AGAIN = "Press Ctrl-C again to stop at once, without saving"
 STARTING = "stopping before the first step"
 ENDING = "the run ends after its last save, which is in progress"
 EVALUATING = "stopping after this batch, without a result"
@@ -110,7 +111,7 @@ class Signals:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._writer)
-        self._thread.join()
+        self._thread.join(EXIT_SECONDS)
 
     def _announce(self, reader: int) -> None:
         """Print the promise at the first SIGINT, in a thread: the handler runs once the main thread is in Python again.

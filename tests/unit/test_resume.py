@@ -453,7 +453,7 @@ def test_options_that_change_the_curve_are_warnings() -> None:
 
 
 def test_flags_that_were_not_given_again_are_named_as_they_were() -> None:
-    changed = {"lr": 0.002, "clip_grad": 0.5}
+    changed = {"lr": 0.002, "clip_grad": 0.5, "lr_decay_iters": 7}  # which was the default, --train-iters
     ours = parse(["--lr", "0.001"])
     frozen = replace(ours.training, freeze_parameters=("blocks.[01].*", "head.*"), train_iters=7)
     older = replace(ours, optimizer=replace(ours.optimizer, **changed), training=frozen)

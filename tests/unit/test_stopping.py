@@ -138,7 +138,7 @@ def test_the_first_interrupt_is_answered_while_the_main_thread_is_busy_outside_p
 
 
 def test_interrupts_name_the_checkpoint_that_a_resume_takes(tmp_path: Path) -> None:
-    assert again_words(False, "1:2") == Signals().again == "Press Ctrl-C again to stop at once, unsaved"
+    assert again_words(False, "1:2") == Signals().again == "Press Ctrl-C again to stop at once, without saving"
     launched = "The launcher kills ranks that have not ended after"
     assert [again_words(True, elastic) for elastic in ("", "1:2")] == [f"{launched} 30 s", f"{launched} 10 minutes"]
     assert training_promise("S") == "finishing this step, then saving to --save S"
