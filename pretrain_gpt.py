@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 # Modules that need torch are imported in functions, so that bad flags are refused without seconds of imports.
-from megazero.comm.launch.world import World, read_world, report_to_launcher
+from megazero.comm.launch.world import World, read_world, report_to_launcher, under_torchrun
 from megazero.config.cli import Command, read
 from megazero.config.gpu_defaults import gpu_defaults
 from megazero.config.schema import Config
@@ -27,7 +27,7 @@ from megazero.huggingface.model_flags import find_model
 from megazero.log import log, log_as
 from megazero.optional import missing_package
 from megazero.plan.layout.resolve import resolve
-from megazero.run.stopping import Clock, DeadRun, Signals, Wish, Wishes
+from megazero.run.stopping import Clock, DeadRun, Signals, Wish, Wishes, again_words, interrupted_words
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +63,7 @@ def main(argv: list[str]) -> None:
 
 def run(command: Command, world: World) -> None:
     """Predict, rehearse or train, as the flags ask. Reports errors, also to the other ranks, before this rank ends."""
+    from megazero.checkpoint import AgreedFailure
     from megazero.comm.launch import failures, launch
     from megazero.comm.launch.errors import PeerLost
     from megazero.step.engine import LossScaleExhausted
@@ -76,7 +77,7 @@ def run(command: Command, world: World) -> None:
         if command.config.plan.rehearse:
             rehearse(command, world)
             return
-        with Signals() as signals:
+        with Signals(again_words(under_torchrun(), command.config.parallel.elastic)) as signals:
             launch.end_with_launcher(world)
             stop = pretrain(command, world, signals)
         code = stop.exit_code if stop is not None else 0
@@ -86,7 +87,7 @@ def run(command: Command, world: World) -> None:
             sys.exit(code)
     except ValueError as error:
         fail(world, f"ValueError: {error}")
-    except (LossScaleExhausted, DeadRun, StatesLost) as error:
+    except (AgreedFailure, LossScaleExhausted, DeadRun, StatesLost) as error:
         fail(world, str(error))
     except PeerLost as error:
         # At once, because this rank may be ended before they answer.
@@ -95,7 +96,7 @@ def run(command: Command, world: World) -> None:
     except ModuleNotFoundError as error:
         fail(world, f"this run {missing_package(error)}")
     except KeyboardInterrupt:
-        log.error("interrupted; --load resumes from the last checkpoint in --save")
+        log.error(interrupted_words(command.config) if world.rank == 0 else "interrupted")
         launch.exit_now(130)
     except Exception as error:
         traceback.print_exc()

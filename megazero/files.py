@@ -129,7 +129,8 @@ class OutputFile:
 
 def explain(error: OSError) -> str:
     """One sentence for an OSError: the file, the reason, and the way out if there is one."""
-    where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if name is not None]
+    where = f"{' to '.join(names)}: " if names else ""
     ways = {
         errno.ENOSPC: "; free some space, or write elsewhere",
         errno.EDQUOT: "; free some space, or write elsewhere",

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from megazero.checkpoint.manifest import Damaged
+from megazero.files import explain
 
 Group = dist.ProcessGroup | None
 T = TypeVar("T")
 
 # An exception is sent as the first of these that it is an instance of, because others may not be picklable.
 KINDS = (KeyboardInterrupt, Damaged, ValueError, OSError)
+MOST_REPORTS = 4  # ranks that a message quotes
 
 
 class AgreedFailure(RuntimeError):
@@ -38,7 +40,7 @@ class Failure(NamedTuple):
         if error is None:
             return None
         kind = next((kind for kind in KINDS if isinstance(error, kind)), RuntimeError)
-        return cls(kind, type(error).__name__, str(error))
+        return cls(kind, type(error).__name__, explain(error) if isinstance(error, OSError) else str(error))
 
 
 def together(action: str, group: Group, local: Callable[[], T], combine: Callable[[list[T]], Sequence[Any]]) -> Any:
@@ -131,6 +133,11 @@ def _agreed_error(action: str, failures: dict[int, Failure]) -> BaseException:
     if kinds <= {Damaged, ValueError}:
         kind = Damaged if Damaged in kinds else ValueError
         return kind("; ".join(dict.fromkeys(failure.text for failure in failures.values())))
-    reports = [f"rank {rank}: {failure.name}: {failure.text}" for rank, failure in failures.items()]
     kind = AgreedFailure if kinds == {OSError} else RuntimeError
+    reports = [
+        f"rank {rank}: {failure.text}" if failure.kind is OSError else f"rank {rank}: {failure.name}: {failure.text}"
+        for rank, failure in failures.items()
+    ]
+    if len(reports) > MOST_REPORTS:
+        reports[MOST_REPORTS:] = [f"{len(reports) - MOST_REPORTS} more ranks"]
     return kind(f"{action} failed on {'; '.join(reports)}")

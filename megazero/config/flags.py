@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shlex
 import typing
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -83,8 +84,8 @@ def as_flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
     if isinstance(value, (tuple, list)):
-        return " ".join([f"--{name}", *map(str, value)])
-    return f"--{name} {value if value != '' else repr('')}"
+        return " ".join([f"--{name}", *(shlex.quote(str(word)) for word in value)])
+    return f"--{name} {shlex.quote(str(value))}"
 
 
 def to_toml(config: Config, only: Collection[str] | None = None) -> str:

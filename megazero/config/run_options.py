@@ -81,7 +81,8 @@ class CheckpointConfig:
     """Saving, stopping and resuming."""
 
     save: str = ""
-    """Folder for checkpoints. The last iteration is always saved. Empty: nothing is saved."""
+    """Folder for checkpoints. The last iteration is always saved; if a disk is full, attempts continue for ten minutes.
+    Empty: nothing is saved."""
     load: str = ""
     """Folder of checkpoints, or one of its iter_NNNNNNN. In a folder, the newest whole checkpoint is loaded, and
     damaged ones are skipped with a warning. If it has no checkpoints, the run starts from the beginning. A missing

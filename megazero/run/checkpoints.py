@@ -6,7 +6,7 @@ import fnmatch
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -23,17 +23,29 @@ from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
 from megazero.log import log
 from megazero.observe.watchdog import Watchdog
-from megazero.run.resume import changed_options, check_data, check_model, find_checkpoint, takes_memory
+from megazero.run.changes import changed_options
+from megazero.run.resume import check_data, check_model, find_checkpoint, takes_memory
 from megazero.run.run_state import Progress, RunState, attached_tokenizer, is_hugging_face, source_digest
-from megazero.run.stopping import DeadRun
+from megazero.run.stopping import DeadRun, newest_words
 from megazero.step.engine import Engine
+from megazero.units import things
+
+# Seconds before each further attempt of a run's last save: ten minutes in which a user can free space.
+LAST_SAVE_WAITS = (10.0, 20.0, 30.0, *[60.0] * 9)
 
 # Opens a Hugging Face folder for a model; returns the function that fills a rank's shards.
 OpenWeights = Callable[[Path, ModelConfig], Callable[[Mapping[str, LocalShard]], None]]
 
 
 class Checkpoints:
-    """One rank's part in the checkpoints of a run; all ranks call each method together."""
+    """One rank's part in the checkpoints of a run; all ranks call each method together.
+
+    Attributes:
+        waits: seconds before each further attempt of the last save, which `wait` sleeps.
+    """
+
+    waits: Sequence[float] = LAST_SAVE_WAITS
+    wait: Callable[[float], object] = staticmethod(time.sleep)
 
     def __init__(
         self,
@@ -79,16 +91,16 @@ class Checkpoints:
     def save(self, progress: Progress, last: bool = False) -> None:
         """Save into --save, once per iteration; with --async-save in the background, unless it is the last save.
 
-        If a rank cannot write, a warning is printed and training continues, unless it is the last save.
+        If a rank cannot write, a warning is printed and training continues. The last save is attempted again instead.
 
         Raises:
-            AgreedFailure: a rank cannot write the last save.
+            AgreedFailure: no attempt of the last save succeeded.
             DeadRun: weights are not finite; nothing is saved.
         """
         options, iteration = self.config.checkpoint, progress.iteration
         if not options.save:
             return
-        self.finish_save(last and self.saved_at == iteration)
+        self.finish_save()
         if self.saved_at == iteration:
             return
         self.saving_since = time.perf_counter()
@@ -97,13 +109,37 @@ class Checkpoints:
         self.saved_at = iteration
         if self.memory is not None:
             self.memory.number += 1
-        if self.saver is not None:
+
+        def begin() -> Callable[[], Path | None]:
+            if self.saver is None:
+                return lambda: checkpoint.save(root, iteration, shards, state, group, self.attached)
             self.saver.start(root, iteration, shards, state, self.attached)
-            log.info(f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s")
-            if last:
-                self.finish_save(last)
+            return self.saver.finish
+
+        if last:
+            self._outcome(lambda: self._insist(lambda: begin()()), last)
+        elif self.saver is None:
+            self._outcome(begin())
         else:
-            self._outcome(lambda: checkpoint.save(root, iteration, shards, state, group, self.attached), last)
+            begin()
+            log.info(f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s")
+
+    def _insist(self, write: Callable[[], Path | None]) -> Path | None:
+        """Call `write`, and call it again after each of `waits` while ranks cannot write; AgreedFailure of the last.
+
+        All ranks wait together, so an interrupt of one ends the wait of all.
+        """
+        for number, seconds in enumerate(self.waits, 2):
+            try:
+                return write()
+            except checkpoint.AgreedFailure as error:
+                log.warning(
+                    f"{error}. Iteration {self.saved_at} is still in memory: attempt {number} of {len(self.waits) + 1} "
+                    f"begins in {seconds:g} s. If the disk is full, delete files, such as old checkpoints in "
+                    f"{self.config.checkpoint.save}"
+                )
+            checkpoint.together("waiting", self.mesh.host_group, lambda s=seconds: self.wait(s), lambda waits: waits)
+        return write()
 
     def _contents(self, progress: Progress) -> tuple[dict[str, LocalShard], dict[str, Any]]:
         """Return the tensors and the state of a checkpoint; DeadRun if weights are not finite."""
@@ -168,19 +204,22 @@ class Checkpoints:
             if self.saved_at == progress.iteration:
                 self.memory.remove()
 
-    def finish_save(self, last: bool = False) -> None:
+    def finish_save(self) -> None:
         """Wait for the end of a save in the background."""
         if self.saver is not None:
-            self._outcome(self.saver.finish, last)
+            self._outcome(self.saver.finish)
 
-    def _outcome(self, save: Callable[[], Path | None], last: bool) -> None:
+    def _outcome(self, save: Callable[[], Path | None], last: bool = False) -> None:
         """Finish a save: report its result, and delete old checkpoints."""
         try:
             path = self._unwatched(f"saving iteration {self.saved_at}", save)
         except checkpoint.AgreedFailure as error:  # no other error, because other ranks might not have it
-            self.saved_at = None
+            lost, self.saved_at = self.saved_at, None
             if last:
-                raise
+                attempts, newest = things(len(self.waits) + 1, "attempt"), newest_words(self.config.checkpoint.save)
+                raise checkpoint.AgreedFailure(
+                    f"{error}. After {attempts}, iteration {lost} is lost: {newest}"
+                ) from None
             log.warning(f"{error}. Training continues; the next save is attempted as scheduled")
             return
         if path is not None:
@@ -305,19 +344,18 @@ class Checkpoints:
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
         check_data(path, state, self.config, self.fingerprints, self.split_by_tokens)
-        ours = self.config.optimizer
-        same = state.optimizer == ours.optimizer
+        same = state.optimizer == self.config.optimizer.optimizer
         shards = self._trained() if same else self._weights()
         partial = not same or bool(self.config.training.freeze_parameters)
         self._load_shards(path, shards, partial, found)
         updates = state.updates if same else 0
         restored = {"updates": updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
         self.engine.load_state_dict(restored, shards)
-        if not same:
-            anew = ", ".join(each.name for each in ours.rules.states)
-            log.info(f"--optimizer {ours.optimizer} begins with the weights that {state.optimizer} left: {anew} are 0")
-        for difference in changed_options(state.config, self.config, self.given):
-            log.info(difference)
+        changes = changed_options(state, self.config, self.given, self.fingerprints)
+        for text in changes.notes:
+            log.info(text)
+        for text in changes.warnings:
+            log.warning(text)
         on_disk = path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve()
         if on_disk:
             self.saved_at = state.iteration

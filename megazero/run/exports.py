@@ -74,7 +74,7 @@ class Exports:
         if self.exported_at != iteration:
             self.finish()
             self.checkpoints.save(progress, last)
-            self.checkpoints.finish_save(last)
+            self.checkpoints.finish_save()
             if self.checkpoints.saved_at == iteration:  # else the save failed, and has reported it
                 self.exported_at = iteration
                 if self.leads:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
-from megazero.config.flags import LAYOUT_FLAGS, as_flag
 from megazero.config.schema import Config, ModelConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
@@ -121,7 +119,7 @@ def check_data(
 ) -> None:
     """Refuse a resume that would silently read other samples: a replaced corpus, or another split.
 
-    Another --data-path is the user's choice; `changed_options` reports it.
+    Another --data-path is the user's choice; `changes.changed_options` reports it.
 
     Args:
         fingerprints: of the corpora, in the order of --data-path.
@@ -146,29 +144,3 @@ def check_data(
             f"--load {path} was saved when --split divided whole documents alone, and {split_by_tokens[0]}, of few, "
             "would now be split by tokens; add --split-by documents to keep the same samples, or --split-by tokens"
         )
-
-
-def changed_options(saved: dict[str, Any], config: Config, given: Collection[str] | None = None) -> list[str]:
-    """Describe the options that differ from the resumed run, and the flags that restore them.
-
-    Args:
-        saved: the options of the resumed run, resolved, by group.
-        given: names of the flags of this command, without dashes; None: all were given.
-    """
-    ours, found, back = json.loads(json.dumps(asdict(config))), list[str](), list[str]()
-    for group, options in saved.items():
-        if group in ("log", "checkpoint", "preset") or not isinstance(options, dict):
-            continue
-        for name, value in options.items():
-            if name in ours.get(group, {}) and ours[group][name] != value:
-                flag = name.replace("_", "-")
-                if config.parallel.elastic and flag in LAYOUT_FLAGS:
-                    continue  # they follow the number of nodes
-                now, before = (text if text != "" else "empty" for text in (ours[group][name], value))
-                found.append(f"--{flag} is {now}, and was {before} when this was saved")
-                follows = name == "lr_decay_iters" and value == saved["training"]["train_iters"]  # was its default
-                if given is not None and flag not in given and not follows:
-                    back.append(as_flag(flag, value))
-    if back:
-        found.append(f"not given now; to continue as before, add: {' '.join(back)}")
-    return found

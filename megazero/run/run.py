@@ -16,7 +16,7 @@ from megazero.run.checkpoints import Checkpoints
 from megazero.run.evaluation import Evaluation, Stopped, line
 from megazero.run.exports import Exports
 from megazero.run.replicas import check_replicas
-from megazero.run.stopping import DeadRun, Wish, Wishes, stopped_words
+from megazero.run.stopping import ENDING, EVALUATING, DeadRun, Wish, Wishes, stopped_words, training_promise
 from megazero.run.trainer import Trainer
 from megazero.step.engine import LossScaleExhausted
 from megazero.step.memory_report import device_in_use
@@ -63,6 +63,7 @@ class TrainingRun:
         writers = self._open_writers(events)
         if self.exports is not None:
             self.exports.resume(progress)
+        self.wishes.signals.promise = training_promise(config.checkpoint.save)
         if progress.iteration < last:
             events.start(progress.iteration, writers.lost)
             agent.leave(agent.BEGAN, str(progress.iteration))
@@ -78,7 +79,8 @@ class TrainingRun:
                 self._check_alive()
                 if trainer.due(config.monitor.check_replicas_interval):
                     check_replicas(trainer.engine, progress.iteration)
-                if trainer.due(config.checkpoint.save_interval):
+                exits = trainer.due(config.checkpoint.exit_interval)
+                if trainer.due(config.checkpoint.save_interval) and progress.iteration < last and not exits:
                     self._save()
                 if self.checkpoints.copy_due(progress.iteration):
                     with trainer.pauses.of("memory_save"):
@@ -86,7 +88,7 @@ class TrainingRun:
                 if self.exports is not None and trainer.due(config.checkpoint.save_hf_interval):
                     with trainer.pauses.of("export"):
                         self.exports.export(progress)
-                if trainer.due(config.checkpoint.exit_interval):
+                if exits:
                     log.info(f"--exit-interval {config.checkpoint.exit_interval}: stopping")
                     break
         except Exception as error:
@@ -98,6 +100,8 @@ class TrainingRun:
         trainer.profiler.close()
         self.watchdog.doing = ""
         if progress.iteration:
+            if config.checkpoint.save:
+                self.wishes.signals.promise = ENDING
             self._save(last=True)
             self.checkpoints.end_in_memory(progress)
             self._export_last()
@@ -131,6 +135,7 @@ class TrainingRun:
         self.describe(loaded)
         writers = self._open_writers(RunEvents(self.command, self.config, self.mesh))
         start = time.perf_counter()
+        self.wishes.signals.promise = EVALUATING
         try:
             found = evaluator.run(self._stop)
             if isinstance(found, Evaluation):

@@ -11,16 +11,26 @@ Note [Exit codes]
 from __future__ import annotations
 
 import enum
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from megazero.comm.launch import agent
-from megazero.config.schema import CheckpointConfig
+from megazero.config.schema import CheckpointConfig, Config
+from megazero.config.validate import plans
+from megazero.log import log
 
 SAVED_EARLY = 75
+LOOK_SECONDS = 3.0  # for the newest checkpoint, in a folder whose server may not respond
+EXIT_SECONDS = 1.0  # for a line in print, which a full pipe may block
+AGAIN = "Press Ctrl-C again to stop at once, without saving"
+STARTING = "stopping before the first step"
+ENDING = "the run ends after its last save, which is in progress"
+EVALUATING = "stopping after this batch, without a result"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -70,13 +80,24 @@ class Signals:
     The run finishes its current step. Repeated signals change nothing, except SIGINT: the second one raises
     KeyboardInterrupt. Until the ranks have `joined` each other, TERM ends the process: there is nothing to save, and a
     launcher that lost another rank waits for it. Use it in the main thread only.
+
+    Attributes:
+        noted: the newest signal.
+        promise: the reaction to a SIGINT, which rank 0 prints at the first one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, again: str = AGAIN) -> None:
+        """`again`: the reaction to a second SIGINT."""
         self.noted: signal.Signals | None = None
+        self.promise, self.again = STARTING, again
 
     def __enter__(self) -> Signals:
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._announce, args=(reader,), name="signals", daemon=True)
+        self._thread.start()
         for number in (signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._note)
         return self
@@ -88,6 +109,21 @@ class Signals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._writer)
+        self._thread.join(EXIT_SECONDS)
+
+    def _announce(self, reader: int) -> None:
+        """Print the promise at the first SIGINT, in a thread: the handler runs once the main thread is in Python again.
+
+        Until then, a wait for a GPU or for another rank may last a whole step.
+        """
+        first = True
+        with open(reader, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):  # the system's handler writes the number of each signal
+                if first and number[0] == signal.SIGINT:
+                    first = False
+                    log.info(f"SIGINT: {self.promise}. {self.again}")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.noted == signal.SIGINT:
@@ -171,6 +207,42 @@ class Wishes:
             self.clock.saved(time.time())
         if agreed == Wish.STOP_FILE and self.stop_file is not None:
             self.stop_file.unlink(missing_ok=True)
+
+
+def again_words(launched: bool, elastic: str) -> str:
+    """Return the reaction to a second SIGINT, which torchrun does not pass on; `elastic`: the value of --elastic."""
+    if not launched:
+        return AGAIN
+    return f"The launcher kills ranks that have not ended after {'10 minutes' if elastic else '30 s'}"
+
+
+def training_promise(save: str) -> str:
+    """Return the promise of a run that trains, with the value of --save."""
+    then = f"saving to --save {save}" if save else "stopping; nothing is saved, because --save is not given"
+    return f"finishing this step, then {then}"
+
+
+def interrupted_words(config: Config) -> str:
+    """Return the message of a run that a second SIGINT ended."""
+    if plans(config.plan) or config.plan.rehearse or not config.trains:
+        return "interrupted"
+    return f"interrupted without saving: {newest_words(config.checkpoint.save)}"
+
+
+def newest_words(save: str) -> str:
+    """Return a clause that names the newest checkpoint in --save."""
+    from megazero.checkpoint import folders  # they need torch
+    from megazero.comm.launch.meeting import within
+
+    if not save:
+        return "--save is not given"
+    try:
+        newest = within(LOOK_SECONDS, lambda: folders.find(Path(save)))
+    except (OSError, ValueError) as error:  # OSError: also a time-out
+        return f"--save {save} cannot be read: {error or 'it does not respond'}"
+    if newest is None:
+        return f"--save {save} has no checkpoint"
+    return f"the newest checkpoint in --save {save} is {newest.name}; --load {save} resumes from it"
 
 
 def stopped_words(iteration: int, why: str, kept: CheckpointConfig | None) -> str:

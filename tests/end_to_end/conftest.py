@@ -65,3 +65,15 @@ def refusal(
     monkeypatch.setattr(launch, "exit_now", exit_now)
     yield get
     log_as(0, 1)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 1 MB; skips where none can be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip("no right to mount a small file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a run in this process holds the lock

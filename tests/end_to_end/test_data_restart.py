@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,18 +78,6 @@ def test_killed_at_random_moments(tmp_path: Path, kills: int) -> None:
             returncode = process.wait()
         assert content(prefix) == whole
     assert turn >= 1
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 1 MB; skips where none can be mounted."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(folder)], capture_output=True)
-    if done.returncode:
-        pytest.skip("no right to mount a small file system")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, small_disk: Path) -> None:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -105,18 +104,6 @@ def test_plot_leaves_out_cut_lines(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert (tmp_path / "loss.png").stat().st_size > 1000
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 1 MB; skips where none can be mounted."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(folder)], capture_output=True)
-    if done.returncode:
-        pytest.skip("no right to mount a small file system")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_disk_full_in_train_tokenizer(tmp_path: Path, small_disk: Path) -> None:

@@ -7,15 +7,19 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import pretrain_gpt
 from megazero import checkpoint
+from megazero.checkpoint import verify
 from megazero.checkpoint.locking import SaveLock
 from megazero.comm.launch import launch
+from megazero.run.checkpoints import Checkpoints
 from tests.end_to_end.cli import ROOT, metrics, pretrain, pretrain_cold, run
 from tests.helpers.programs import rank_environment, warm
 
@@ -326,8 +330,37 @@ def test_a_bare_command_asks_for_data_first(refusal) -> None:
 def test_resuming_otherwise_is_said(model, tmp_path: Path) -> None:
     assert pretrain(*model, "--train-iters", 1, "--save", tmp_path, "--adam-beta2", 0.9).returncode == 0
     done = pretrain(*model, "--train-iters", 2, "--load", tmp_path, "--seed", 5)
-    assert done.returncode == 0 and "--seed is 5, and was 1234" in done.stdout
-    assert "to continue as before, add: --adam-beta2 0.9\n" in done.stdout
+    assert done.returncode == 0 and "WARNING: --seed is 5, and was 1234" in done.stderr
+    assert "To continue as before, add: --adam-beta2 0.9\n" in done.stderr
+
+
+def test_a_full_disk_costs_no_run_if_space_is_freed(
+    model, refusal, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has room for the checkpoint of iteration 1; for the last one, if it grows in the wait for space."""
+    sizes = iter(["size=3M", "size=20M"])
+
+    def resize(*_: object) -> None:
+        subprocess.run(["mount", "-o", f"remount,{next(sizes)}", str(small_disk)], check=True)
+
+    resize()
+    monkeypatch.setattr(Checkpoints, "waits", (1.0,))
+    monkeypatch.setattr(Checkpoints, "wait", staticmethod(lambda seconds: None))
+    flags = [*model, "--train-iters", 3, "--save", small_disk, "--load", small_disk, "--save-interval", 1]
+    done = refusal(*flags)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    scheduled, again, end = done.stderr.splitlines()
+    full = rf"saving {small_disk}/iter_000000\d failed on rank 0: \S+: No space left on device; free some space"
+    assert re.match(rf"WARNING: {full}.* Training continues", scheduled), scheduled
+    assert re.match(rf"WARNING: {full}.* Iteration 3 is still in memory: attempt 2 of 2 begins in 1 s", again), again
+    wanted = f"After 2 attempts, iteration 3 is lost: the newest checkpoint in --save {small_disk} is iter_0000001"
+    assert re.match(full, end) and wanted in end, end
+    assert [path.name for path in checkpoint.checkpoints(small_disk)] == ["iter_0000001"]
+
+    monkeypatch.setattr(Checkpoints, "wait", staticmethod(resize))
+    pretrain_gpt.main([str(flag) for flag in flags])
+    assert checkpoint.find(small_disk) == small_disk / "iter_0000003"
+    assert not [*verify.faults(small_disk / "iter_0000003")]
 
 
 def test_fp16_that_cannot_go_on_saves_and_says_where(model, tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def train(
     config, layout = resolve(config, world, 257, declare)
     mesh = Mesh.build(layout, rank, torch.device("cpu"), config.parallel.distributed_timeout_minutes)
     run = new_run(config, mesh, open_data(config, data_tokenizer(config)))
+    run.checkpoints.waits = ()
     found = []
     with contextlib.redirect_stdout(open(os.devnull, "w")):
         _, run.trainer.progress = run.checkpoints.resume(find_checkpoint(run.config, mesh.host_group))

@@ -259,7 +259,7 @@ def save_on_full_disk(rank: int, root: Path) -> tuple[str, float]:
 
 def test_one_rank_that_cannot_write(tmp_path: Path) -> None:
     for text, seconds in on_ranks(3, save_on_full_disk, tmp_path, tmp_path / "root"):
-        assert "iter_0000100 failed on rank 1: OSError: [Errno 27] File too large" in text
+        assert "iter_0000100 failed on rank 1: /" in text and text.endswith("/rank_00001.safetensors: File too large")
         assert "rank 0" not in text and "rank 2" not in text
         assert seconds < 10
     assert sorted(os.listdir(tmp_path / "root")) == ["iter_0000050", "iter_0000100", "latest"]

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,9 @@ def test_a_failed_export_is_a_warning_and_the_last_one_an_error(
 ) -> None:
     writer = Writer(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     run = exporting(corpus, tmp_path, 4, writer, save_hf_interval=2)
-    with pytest.raises(RuntimeError, match=r"exporting to .*exports failed on rank 0: OSError: .*No space left"):
+    with pytest.raises(
+        RuntimeError, match=r"exporting to .*exports failed on rank 0: No space left on device; free some space"
+    ):
         go(run)
     assert run.trainer.progress.iteration == 4 and names(tmp_path / "saved") == [2, 4]
     assert capfd.readouterr().err.count("cannot export to --save-hf") == 1
@@ -116,10 +119,11 @@ def test_a_run_that_stops_early_exports_nothing_new(corpus: str, tmp_path: Path)
 def test_folders_of_other_runs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "exports" / "iter_0000002").mkdir(parents=True)
     options = CheckpointConfig(save=str(tmp_path / "saved"), save_hf=str(tmp_path / "exports"))
-    guard_exports(options, tmp_path / "saved" / "iter_0000002")
-    for load in (None, tmp_path / "other" / "iter_0000002"):
+    own, others = tmp_path / "saved" / "iter_0000002", tmp_path / "other" / "iter_0000002"
+    guard_exports(options, own)
+    for load, finetune in ((None, False), (others, False), (own, True)):
         with pytest.raises(ValueError, match="holds iter_0000002 of an earlier run"):
-            guard_exports(options, load)
+            guard_exports(replace(options, finetune=finetune), load)
 
 
 def on_two(rank: int, corpus: str, folder: Path) -> list[str]:

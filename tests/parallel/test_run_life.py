@@ -327,29 +327,54 @@ def test_a_save_in_the_background_is_the_same_checkpoint(ranks: Any, corpus: str
         assert torch.equal(found, wanted)
 
 
-def small_disk(rank: int, config: Config) -> tuple[int, str]:
-    """Rank 1 may write 5,000 bytes per file: too little for its shard."""
-    run = run_of(rank, 2, config)
+def small_disk(rank: int, config: Config, stops: int, frees: int) -> tuple[int, str, list[float]]:
+    """Rank 1 may write 5,000 bytes per file, too little for its shard; until wait number `frees` of the last save.
+
+    Rank 0 is sent TERM in iteration `stops`.
+    """
+    run, waited = run_of(rank, 2, config), list[float]()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    step = run.trainer.engine.train_step
+
+    def stopping(iteration: int, batches: Any, samples: int) -> Any:
+        if iteration == stops and rank == 0:
+            run.wishes.signals.noted = signal.SIGTERM
+        return step(iteration, batches, samples)
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == frees:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    run.trainer.engine.train_step = stopping
+    run.checkpoints.waits, run.checkpoints.wait = (5.0, 6.0, 7.0), wait
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     try:
         quietly(run)
     except RuntimeError as error:
-        return run.trainer.progress.iteration, str(error)
+        return run.trainer.progress.iteration, str(error), waited
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    return run.trainer.progress.iteration, ""
+    return run.trainer.progress.iteration, "", waited
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_that_fails(ranks: Any, corpus: str, tmp_path: Path, background: bool) -> None:
-    """It is reported, and training continues until the last save, whose failure ends the run."""
-    options = {"save_interval": 2, "async_save": background}
-    for iteration, error in ranks(2).run(small_disk, configured(corpus, tmp_path, 5, **options)):
-        assert iteration == 5
-        assert error.startswith("saving") and "failed on rank 1" in error and "File too large" in error
-    assert names(tmp_path) == []
+    """Training continues until the last save, which all ranks attempt again until there is space.
+
+    The last save is a scheduled one, or not; or a signal ends the run where a scheduled save has failed.
+    """
+    for iterations, stops, frees, reached in ((5, 0, 0, 5), (4, 0, 0, 4), (5, 4, 0, 4), (4, 0, 2, 4), (5, 4, 3, 4)):
+        row, root = (iterations, stops, frees), tmp_path / f"{iterations} {stops} {frees}"
+        config = configured(corpus, root, iterations, save_interval=2, async_save=background)
+        for iteration, error, waited in ranks(2).run(small_disk, config, stops, frees):
+            assert iteration == reached and waited == [5.0, 6.0, 7.0][: frees or 3], row
+            assert bool(error) == (not frees), (row, error)
+            if error:
+                assert f"iter_000000{reached} failed on rank 1: {root}/." in error and "File too large" in error, row
+                assert error.endswith(f"4 attempts, iteration {reached} is lost: --save {root} has no checkpoint"), row
+        assert names(root) == ([reached] if frees else []), row
 
 
 # -- copies that must be equal

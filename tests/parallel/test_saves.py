@@ -22,7 +22,7 @@ from megazero.checkpoint import agreement, tensor_file
 from megazero.config.schema import Config, EvaluationConfig
 from megazero.run.run import TrainingRun
 from megazero.run.run_state import Progress
-from megazero.run.stopping import Clock, DeadRun, Signals, Wish
+from megazero.run.stopping import ENDING, EVALUATING, Clock, DeadRun, Signals, Wish, training_promise
 from tests.parallel.runs import configured, names, quietly, run_of, weights, write_corpus
 
 
@@ -205,6 +205,26 @@ def test_a_save_by_time_begins_the_time_anew(corpus: str, tmp_path: Path) -> Non
     assert names(tmp_path) == [2, 5]
 
 
+def test_a_run_promises_how_it_reacts_to_an_interrupt(corpus: str, tmp_path: Path) -> None:
+    """In each step with and without --save, and in the last save."""
+    seen = list[str]()
+    for save in (str(tmp_path), ""):
+        run = run_of(0, 1, configured(corpus, save, 1))
+        step, unwatched = run.trainer.engine.train_step, run.checkpoints._unwatched
+
+        def noting(function: Any, signals: Signals) -> Any:
+            def noted(*arguments: Any) -> Any:
+                seen.append(signals.promise)
+                return function(*arguments)
+
+            return noted
+
+        run.trainer.engine.train_step = noting(step, run.wishes.signals)
+        run.checkpoints._unwatched = noting(unwatched, run.wishes.signals)
+        quietly(run)
+    assert seen == [training_promise(str(tmp_path)), ENDING, training_promise("")]
+
+
 def test_an_evaluation_alone_ends_when_it_is_asked_to(corpus: str, tmp_path: Path) -> None:
     """Send the signal in the first global batch of --eval-only. The threads that read ahead end too."""
     quietly(run_of(0, 1, configured(corpus, tmp_path, 1)))
@@ -217,6 +237,7 @@ def test_an_evaluation_alone_ends_when_it_is_asked_to(corpus: str, tmp_path: Pat
 
         def interrupted(batches: Any) -> Any:
             calls.append(batches)
+            assert signals.promise == EVALUATING
             os.kill(os.getpid(), signal.SIGUSR1)
             return evaluate(batches)
 

@@ -29,7 +29,8 @@ from megazero.observe.start_report import SHOWN_OPTIONS
 from megazero.observe.start_report import options as told_options
 from megazero.price.search.candidates import Candidate
 from megazero.rehearse.rehearsal import RehearsalDevice, rehearsed
-from megazero.run.resume import changed_options, check_data, check_model
+from megazero.run.changes import changed_options
+from megazero.run.resume import check_data, check_model
 from megazero.run.run_state import RunState
 from megazero.run.same_run import LOCAL_FLAGS, run_values
 
@@ -155,20 +156,29 @@ def test_both_parts_of_a_fingerprint_count(one: str, other: str, wanted: bool) -
 
 def test_an_option_that_differs_from_the_checkpoints_is_named() -> None:
     """Every one, but those of logging and of checkpoints, which change no result."""
-    config = Config()
+    config = with_values(Config(), {"lr-decay-iters": 1000})
     saved, silent = json.loads(json.dumps(asdict(config))), set()
-    assert changed_options(saved, config) == []
+    state = RunState(1, 8, 1, None, {}, {}, saved)
+    assert changed_options(state, config) == ([], [])
     for flag, (group, *_) in flags().items():
         if group in GROUPS:
-            said = changed_options(saved, with_other(config, flag))
-            if not said:
+            warnings, notes = changed_options(state, with_other(config, flag))
+            if not (warnings or notes):
                 silent.add(group)
                 continue
             now = value_of(with_other(config, flag), flag)
             then = saved[group][flag.replace("-", "_")]
-            then = "empty" if then == "" else then
-            now = list(now) if isinstance(now, tuple) else now
-            assert said == [f"--{flag} is {now}, and was {then} when this was saved"]
+            then, now = (
+                ("off", "on")[value]
+                if isinstance(value, bool)
+                else " ".join(value)
+                if not isinstance(value, (str, int, float))
+                else value
+                for value in (then, now)
+            )
+            (text,) = warnings or notes
+            wanted = f"--{flag} is {now or 'empty' if now == '' else now}, and was {'empty' if then == '' else then}"
+            assert text.startswith(f"{wanted} when this was saved")
     assert silent == {"log", "checkpoint"}
     shown = {group for flag, (group, *_) in flags().items() if group in GROUPS} - silent
     assert shown == {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -18,13 +20,14 @@ from megazero import checkpoint
 from megazero.checkpoint import LocalShard
 from megazero.checkpoint.locking import SaveLock
 from megazero.config.cli import parse
-from megazero.config.schema import CheckpointConfig, Config, DataConfig, LogConfig, ModelConfig
+from megazero.config.schema import CheckpointConfig, Config, DataConfig, EvaluationConfig, LogConfig, ModelConfig
 from megazero.config.validate import check_values
 from megazero.data.corpora import parse_data_path
 from megazero.data.fingerprint import fingerprint
 from megazero.data.writer import IndexedWriter
-from megazero.run.resume import changed_options, check_data, find_checkpoint
-from megazero.run.run_state import RunState
+from megazero.run.changes import changed_options
+from megazero.run.resume import check_data, find_checkpoint, takes_memory
+from megazero.run.run_state import RunState, is_hugging_face
 
 STATE = RunState(1, 8, 1, None, asdict(ModelConfig()), {}, {}, run="ours")
 
@@ -96,6 +99,25 @@ def test_a_load_that_is_not_there_is_refused_unless_it_is_save_too(tmp_path: Pat
         assert find_checkpoint(replace(Config(), checkpoint=options)) is None
 
 
+def test_runs_that_may_resume_from_memory_or_from_a_hugging_face_folder(tmp_path: Path) -> None:
+    options = CheckpointConfig(save=str(tmp_path), load=f"{tmp_path}/.", memory_checkpoint_interval=1)
+    changes: tuple[tuple[dict[str, Any], bool], ...] = (
+        ({}, True),
+        ({"memory_checkpoint_interval": 0}, False),
+        ({"finetune": True}, False),
+        ({"load": ""}, False),
+        ({"load": str(tmp_path / "other")}, False),
+    )
+    for change, wanted in changes:
+        assert takes_memory(replace(Config(), checkpoint=replace(options, **change))) == wanted, change
+    assert not takes_memory(replace(Config(), checkpoint=options, evaluation=EvaluationConfig(eval_only=True)))
+    assert not is_hugging_face(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert is_hugging_face(tmp_path)
+    (tmp_path / "latest").write_text("iter_0000001")
+    assert not is_hugging_face(tmp_path)
+
+
 def test_a_damaged_state_falls_back_and_an_exact_load_does_not(tmp_path: Path) -> None:
     older, newer = save(tmp_path, 1), save(tmp_path, 2)
     (newer / "state.json").write_bytes(b" " + (newer / "state.json").read_bytes())
@@ -156,6 +178,23 @@ def test_a_second_run_in_one_folder_is_refused_and_a_crash_leaves_no_lock(tmp_pa
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
     SaveLock(tmp_path).release()
+
+
+def test_a_lock_that_fails_refuses_the_run_unless_the_file_system_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def lock_with(number: int) -> None:
+        def lockf(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(fcntl, "lockf", lockf)
+        SaveLock(tmp_path).release()
+
+    with pytest.raises(ValueError, match=rf"^--save {tmp_path}: Input/output error$"):
+        lock_with(errno.EIO)
+    assert capfd.readouterr().err == ""
+    lock_with(errno.ENOLCK)
+    assert f"WARNING: --save {tmp_path}: this file system has no locks" in capfd.readouterr().err
 
 
 def test_a_forked_process_neither_holds_nor_drops_the_lock(tmp_path: Path) -> None:
@@ -228,7 +267,7 @@ def corpus(prefix: Path, first: int) -> str:
 def test_a_corpus_made_anew_under_the_same_name_is_refused(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "corpus", 0)
     ours = replace(Config(), data=DataConfig(data_path=(prefix,)))
-    state = replace(STATE, config=asdict(ours), fingerprints=prints(ours))
+    state = replace(STATE, config=json.loads(json.dumps(asdict(ours))), fingerprints=prints(ours))
     check_data(Path("iter"), state, ours, prints(ours))
     corpus(tmp_path / "corpus", 1)
     with pytest.raises(
@@ -247,25 +286,74 @@ def test_a_corpus_made_anew_under_the_same_name_is_refused(tmp_path: Path) -> No
         check_data(Path("iter"), older, replace(ours, data=replace(ours.data, split_by=given)), files, (prefix,))
     other = replace(Config(), data=DataConfig(data_path=(corpus(tmp_path / "other", 1),)))
     check_data(Path("iter"), state, other, prints(other))  # the user's choice, and reported:
-    assert any(text.startswith("--data-path is") for text in changed_options(state.config, other))
-    reset = replace(ours, data=replace(ours.data, reset_attention_mask=True, reset_position_ids=True))
-    said = changed_options(state.config, reset)
-    for flag in ("--reset-attention-mask", "--reset-position-ids"):
-        assert f"{flag} is True, and was False when this was saved" in said
+    (warning,) = changed_options(state, other, fingerprints=prints(other)).warnings
+    assert warning == (
+        f"--data-path is {other.data.data_path[0]}, and was {prefix} when this was saved: training continues at sample "
+        "8 of the new data, and the loss curve differs from here; with --finetune and another --save, a new run begins "
+        "with these weights at sample 0"
+    )
+    # the same tokens in another folder are no other data, unless their weights differ
+    moved = replace(Config(), data=DataConfig(data_path=(corpus(tmp_path / "moved place", 0),)))
+    found = changed_options(state, moved, fingerprints=prints(moved))
+    assert found.notes == [f"--data-path is '{tmp_path}/moved place', and was {prefix} when this was saved"]
+    assert found.warnings == []
+    weighted = replace(Config(), data=DataConfig(data_path=("0.3", prefix)))
+    assert "0.3 " in changed_options(state, weighted, fingerprints=prints(weighted)).warnings[0]
+
+
+def test_options_that_change_the_curve_are_warnings() -> None:
+    """One for each consequence, with the flags that restore the curve; a learning rate only if it changes one."""
+    ours = parse(["--lr", "0.001", "--train-iters", "20"])
+    ours = replace(ours, optimizer=replace(ours.optimizer, lr_decay_iters=20))
+    state = replace(STATE, iteration=10, consumed_samples=80, config=json.loads(json.dumps(asdict(ours))))
+    table: tuple[tuple[dict[str, dict[str, Any]], str], ...] = (
+        ({"training": {"seed": 5}}, "--seed is 5, and was 1234 when this was saved: the samples have another order: "
+         "training continues at sample 80 of it,"),
+        ({"training": {"global_batch_size": 16}}, "--global-batch-size is 16, and was 0 when this was saved: training "
+         "continues at sample 80 with batches of another size,"),
+        ({"optimizer": {"lr": 0.5, "lr_decay_style": "cosine"}}, "--lr is 0.5, and was 0.001; --lr-decay-style is "
+         "cosine, and was constant when this was saved: from iteration 11 on, the new schedule gives another"),
+        ({"optimizer": {"optimizer": "lion"}}, "--optimizer is lion, and was adamw when this was saved: the "
+         "optimizer's states begin at 0,"),
+        ({"optimizer": {"weight_decay": 0.5}}, "--weight-decay is 0.5, and was 0.01 when this was saved: updates"),
+        ({"training": {"precision": "bf16"}}, "--precision is bf16, and was fp32 when this was saved: values are"),
+        ({"data": {"eod_mask_loss": True}}, "--eod-mask-loss is on, and was off when this was saved: training minim"),
+        ({"model": {"window_size": 8}}, "--window-size is 8, and was 0 when this was saved: the model computes"),
+        ({"parallel": {"tensor_model_parallel_size": 2}}, ""),
+        ({"zero": {"zero_stage": 3}}, ""),
+        ({"training": {"train_iters": 30}}, ""),
+        ({"optimizer": {"lr_warmup_iters": 10, "min_lr": 0.5, "optimizer_cpu_offload": True}}, ""),
+        ({"data": {"tokenizer": "byte", "num_workers": 3}}, ""),
+        ({"monitor": {"hang_timeout": 3.0}}, ""),
+    )  # fmt: skip
+    for changes, begins in table:
+        groups = {group: replace(getattr(ours, group), **options) for group, options in changes.items()}
+        found = changed_options(state, replace(ours, **groups))
+        assert len(found.warnings) == bool(begins) and bool(found.notes) == (not begins), (changes, found)
+        for warning in found.warnings:
+            assert warning.startswith(begins) and warning.endswith("the loss curve differs from here"), warning
+    older = replace(state, config={"training": state.config["training"]})  # before --optimizer
+    assert changed_options(older, replace(ours, optimizer=replace(ours.optimizer, optimizer="lion"))).warnings
 
 
 def test_flags_that_were_not_given_again_are_named_as_they_were() -> None:
-    changed = {"lr": 0.002, "clip_grad": 0.5}
+    changed = {"lr": 0.002, "clip_grad": 0.5, "lr_decay_iters": 7}  # which was the default, --train-iters
     ours = parse(["--lr", "0.001"])
-    older = replace(ours, optimizer=replace(ours.optimizer, **changed))
-    saved = json.loads(json.dumps(asdict(older)))
-    assert not any("as before" in text for text in changed_options(saved, ours))  # all were given
-    said = changed_options(saved, ours, {"lr"})[-1]
-    assert said == "not given now; to continue as before, add: --clip-grad 0.5"
-    assert changed_options(saved, ours, set())[-1].endswith(": --lr 0.002 --clip-grad 0.5")
-    assert changed_options(json.loads(json.dumps(asdict(ours))), ours, set()) == []
-    saved["data"]["tokenizer"] = "byte"
-    assert "--tokenizer is empty, and was byte when this was saved" in changed_options(saved, ours)
+    frozen = replace(ours.training, freeze_parameters=("blocks.[01].*", "head.*"), train_iters=7)
+    older = replace(ours, optimizer=replace(ours.optimizer, **changed), training=frozen)
+    state = replace(STATE, config=json.loads(json.dumps(asdict(older))))
+    assert not any("as before" in text for texts in changed_options(state, ours) for text in texts)  # all were given
+    found = changed_options(state, ours, {"lr"})
+    assert found.notes[-1] == "not given now; to continue as before, add: --train-iters 7"
+    updates, rate = found.warnings
+    assert updates.endswith(
+        "here. To continue as before, add: --freeze-parameters 'blocks.[01].*' 'head.*' --clip-grad 0.5"
+    )
+    assert rate.endswith("the loss curve differs from here")
+    assert changed_options(state, ours, set()).warnings[1].endswith(". To continue as before, add: --lr 0.002")
+    assert changed_options(replace(STATE, config=json.loads(json.dumps(asdict(ours)))), ours, set()) == ([], [])
+    state.config["data"]["tokenizer"] = "byte"
+    assert "--tokenizer is empty, and was byte when this was saved" in changed_options(state, ours).notes
 
 
 # -- folders

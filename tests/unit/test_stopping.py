@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import signal
 import tempfile
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from megazero import checkpoint
 from megazero.comm.launch import agent, scheduler
 from megazero.comm.launch.world import STARTED, launched
-from megazero.config.schema import CheckpointConfig
-from megazero.run.stopping import SIGNALS, Clock, Signals, Wish, Wishes, stopped_words
+from megazero.config.schema import CheckpointConfig, Config, EvaluationConfig, PlanConfig
+from megazero.log import log
+from megazero.run.stopping import (
+    SIGNALS,
+    Clock,
+    Signals,
+    Wish,
+    Wishes,
+    again_words,
+    interrupted_words,
+    stopped_words,
+    training_promise,
+)
 
 
 def test_the_order_of_stops() -> None:
@@ -86,6 +103,61 @@ def test_the_first_signal_is_noted_and_the_second_interrupt_is_not() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_the_first_interrupt_is_answered_while_the_main_thread_is_busy_outside_python() -> None:
+    """It is in a C function, which returns when the answer is printed. A second interrupt prints nothing here."""
+    answers, printed, busy = list[str](), threading.Event(), ctypes.create_string_buffer(64)  # zeros: a free mutex
+    lock, unlock = ctypes.CDLL(None).pthread_mutex_lock, ctypes.CDLL(None).pthread_mutex_unlock
+    in_time = []
+
+    class Answer(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            answers.append(record.getMessage())
+            printed.set()
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        in_time.append(printed.wait(30))
+        unlock(busy)
+
+    handler, other = Answer(), threading.Thread(target=interrupt)
+    log.addHandler(handler)
+    try:
+        with Signals("a second one") as signals:
+            signals.promise = "the promise"
+            lock(busy)
+            other.start()
+            lock(busy)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        log.removeHandler(handler)
+        other.join()
+    assert in_time == [True] and answers == ["SIGINT: the promise. a second one"]
+
+
+def test_interrupts_name_the_checkpoint_that_a_resume_takes(tmp_path: Path) -> None:
+    assert again_words(False, "1:2") == Signals().again == "Press Ctrl-C again to stop at once, without saving"
+    launched = "The launcher kills ranks that have not ended after"
+    assert [again_words(True, elastic) for elastic in ("", "1:2")] == [f"{launched} 30 s", f"{launched} 10 minutes"]
+    assert training_promise("S") == "finishing this step, then saving to --save S"
+    assert training_promise("").endswith("then stopping; nothing is saved, because --save is not given")
+
+    def said(**groups: object) -> str:
+        return interrupted_words(replace(Config(), **groups))
+
+    saved = CheckpointConfig(save=str(tmp_path))
+    assert said() == "interrupted without saving: --save is not given"
+    assert said(checkpoint=saved) == f"interrupted without saving: --save {tmp_path} has no checkpoint"
+    tensor = checkpoint.LocalShard((1,), (0,), (1,), 0, 1, torch.zeros(1))
+    path = checkpoint.save(tmp_path, 4, {"model.w": tensor}, {})
+    newest = f"the newest checkpoint in --save {tmp_path} is iter_0000004; --load {tmp_path} resumes from it"
+    assert said(checkpoint=saved) == f"interrupted without saving: {newest}"
+    (path / "manifest.json").unlink()
+    assert said(checkpoint=saved).startswith(f"interrupted without saving: --save {tmp_path} cannot be read: --load ")
+    for groups in ({"plan": PlanConfig(plan=True)}, {"evaluation": EvaluationConfig(eval_only=True)}):
+        assert said(checkpoint=saved, **groups) == "interrupted"
 
 
 def test_the_stop_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

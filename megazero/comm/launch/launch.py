@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megazero.comm.launch import agent
 from megazero.comm.launch.errors import peer_errors
 from megazero.comm.launch.meeting import meet
-from megazero.comm.launch.world import World, local_size
+from megazero.comm.launch.world import World, local_size, under_torchrun
 from megazero.config.model_options import Precision
 from megazero.environment import check_allocator_settings
 from megazero.log import log
@@ -216,7 +216,7 @@ def end_with_launcher(world: World) -> None:
     With --elastic, also if its agent reports a lost node: this rank may hang in a collective with its ranks.
     """
     parent = os.getppid()
-    if "TORCHELASTIC_RUN_ID" not in os.environ and world.launcher != "srun":
+    if not under_torchrun() and world.launcher != "srun":
         return
 
     def watch() -> None:

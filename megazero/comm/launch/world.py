@@ -119,6 +119,11 @@ def agent_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def under_torchrun() -> bool:
+    """Return true if an agent of torchrun, or of scripts/launch.sh, started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def first_start(iteration: int) -> bool:
     """Return whether a start after `iteration` is the first one of its run."""
     return iteration == 0 and generation() == 0
