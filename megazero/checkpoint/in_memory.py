@@ -22,6 +22,7 @@ import mmap
 import os
 import pickle
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -147,11 +148,9 @@ class MemoryCheckpoints:
 
     def _make(self) -> None:
         try:
-            self.base.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for folder in (self.folder.parent, *([] if self.given else [self.base])):
-                if folder.stat().st_uid != os.getuid():  # everyone can make folders in /dev/shm
-                    raise ValueError(f"--memory-checkpoint-dir: {folder} belongs to another user; name another folder")
+            _private(self.base, given=bool(self.given))
+            _private(self.folder.parent)
+            _private(self.folder)
         except OSError as error:
             raise ValueError(f"--memory-checkpoint-dir {self.base}: {explain(error)}") from None
 
@@ -360,6 +359,30 @@ def run_folder(base: str, save: str) -> Path:
         Path(base or SHARED_MEMORY.format(os.getuid()))
         / hashlib.sha256(os.path.abspath(save).encode()).hexdigest()[:12]
     )
+
+
+def _private(path: Path, given: bool = False) -> None:
+    """Make a folder that only this user can enter, or check one, because everyone can make entries in /dev/shm.
+
+    Args:
+        given: by the user, who may let others read it, because the folders in it are private.
+
+    Raises:
+        ValueError: it is no folder, or others could write to it.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    found = path.lstat()
+    faults = {
+        "is a link": stat.S_ISLNK(found.st_mode),
+        "is no folder": not stat.S_ISDIR(found.st_mode),
+        "belongs to another user": found.st_uid != os.getuid(),
+        "can be written by others": bool(given and found.st_mode & 0o022),
+    }
+    if fault := next((fault for fault, is_so in faults.items() if is_so), ""):
+        raise ValueError(f"--memory-checkpoint-dir: {path} {fault}; name a folder of your own with mode 0700")
+    if not given and found.st_mode & 0o077:
+        path.chmod(0o700)
 
 
 def bytes_below(folder: Path) -> int:

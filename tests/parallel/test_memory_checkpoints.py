@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint import MemoryCheckpoints, tensor_file
+from megazero.checkpoint import MemoryCheckpoints, in_memory, tensor_file
 from megazero.checkpoint.in_memory import Held, whole
 from megazero.checkpoint.nodes import Nodes
 from megazero.comm.launch.world import Node, this_node
@@ -504,17 +504,42 @@ def test_too_little_memory_is_announced(runs: Runs, monkeypatch: pytest.MonkeyPa
     assert "; 159 bytes are free for them in " in said[0] and "copies will fail" in said[0]
 
 
-@pytest.mark.parametrize("fault", ["file", "owner"])
-def test_a_folder_that_cannot_be_used_is_refused(runs: Runs, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs.memory.mkdir()
-    folder = runs.memory
-    if fault == "file":
-        folder = runs.memory / "file"
-        folder.touch()
-    else:
-        monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(ValueError, match=f"--memory-checkpoint-dir:? {folder}"):
-        MemoryCheckpoints(str(folder), runs.disk, None)
+def test_a_folder_that_cannot_be_used_is_refused(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made in it, nor where a link points."""
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    victim, run = runs.memory / "victim", in_memory.run_folder("", str(runs.disk)).name
+    victim.mkdir(parents=True)
+    theirs: dict[str, Callable[[Path], object]] = {
+        "is no folder": lambda path: path.touch(),
+        "is a link": lambda path: path.symlink_to(victim),
+        "belongs to another user": lambda path: (path.mkdir(0o700), os.chown(path, 12345, 12345)),
+    }
+    lax = {"can be written by others": lambda path: (path.mkdir(), path.chmod(0o777))}
+    places = {"given": "", "default": "", "run": run, "node": f"{run}/{this_node().machine}-0"}
+    for place, below in places.items():
+        for fault, make in (theirs | lax if place == "given" else theirs).items():
+            base = runs.memory / f"{place} {fault}"
+            folder = base / below
+            folder.parent.mkdir(0o700, parents=True, exist_ok=True)
+            make(folder)
+            monkeypatch.setattr(in_memory, "SHARED_MEMORY", str(base))
+            with pytest.raises(
+                ValueError, match=f"--memory-checkpoint-dir: {folder} {fault}; name a folder of your own"
+            ):
+                MemoryCheckpoints("" if place == "default" else str(base), runs.disk, None)
+            assert folder.is_symlink() or not folder.is_dir() or not [*folder.iterdir()]
+    assert not [*victim.iterdir()]
+
+
+def test_copies_are_private(runs: Runs) -> None:
+    """Also in folders of earlier versions, which others could enter."""
+    memory = MemoryCheckpoints(str(runs.memory), runs.disk, None)
+    memory.folder.chmod(0o755)
+    runs.memory.chmod(0o755)  # as the user made it
+    MemoryCheckpoints(str(runs.memory), runs.disk, None)
+    modes = [oct(folder.stat().st_mode & 0o777) for folder in (memory.folder, memory.folder.parent, runs.memory)]
+    assert modes == ["0o700", "0o700", "0o755"]
 
 
 # -- nodes
