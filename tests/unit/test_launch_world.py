@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from megazero.comm.launch import launch, meeting
+from megazero.comm.launch import listening as listening_module
 from megazero.comm.launch.agreement import difference
 from megazero.comm.launch.errors import PeerLost, peer_errors, ranks_text
 from megazero.comm.launch.listening import is_here, listen
@@ -147,13 +149,14 @@ def test_a_launcher_that_is_gone_is_not_waited_for(listener: socket.socket, monk
         launch.start(World(0, 2, 0, "torchrun"), torch.device("cpu"), 10)
 
 
-def test_a_store_listens_at_the_address_of_its_endpoint() -> None:
+def test_a_store_listens_at_the_address_of_its_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that leads to a loopback address here alone, and an address of a router, must be reached from outside."""
     everywhere, own = ("::" if socket.has_dualstack_ipv6() else "0.0.0.0"), own_address()
     cases = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "192.0.2.1": everywhere}
     cases |= {own: own} if own else {}
-    if socket.gethostbyname(socket.gethostname()).startswith("127."):
-        cases[socket.gethostname()] = everywhere
+    with contextlib.suppress(OSError):
+        if socket.gethostbyname(socket.gethostname()).startswith("127."):
+            cases[socket.gethostname()] = everywhere
     for host, wanted in cases.items():
         with listen(host, 0) as found:
             assert found.getsockname()[0] == wanted, host
@@ -161,6 +164,11 @@ def test_a_store_listens_at_the_address_of_its_endpoint() -> None:
                 listen(host, found.getsockname()[1])
             assert taken.value.errno == errno.EADDRINUSE
     assert is_here("localhost") and is_here(socket.gethostname()) and not is_here("192.0.2.1")
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in ("10.9.9.8", "10.9.9.9")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)  # a name of two network cards
+    monkeypatch.setattr(listening_module, "_is_own", lambda *_: True)
+    with listen("cards", 0) as found:
+        assert found.getsockname()[0] == everywhere
 
 
 def test_the_store_of_one_node_is_for_that_node_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,18 +20,19 @@ def host_store(host: str, port: int, **options: Any) -> dist.TCPStore:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address of `host` alone.
+    """Return a socket that listens at the address of `host` alone, IPv4 if it has both.
 
-    It listens at all addresses if `host` is no address of a network card here: a name that /etc/hosts maps to a
-    loopback address, which other machines resolve to another one, or an address that a router translates.
+    It listens at all addresses where it cannot know at which one the other machines arrive: `host` has several here, or
+    none (a router translates it), or /etc/hosts maps the name of this machine to a loopback address.
 
     Raises:
         OSError: the port is taken, or `host` is unknown.
     """
     local = is_loopback(host)
-    for family, address in _addresses(host):
-        if is_loopback(address) == local and _is_own(family, address):
-            return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
+    own = [each for each in _addresses(host) if is_loopback(each[1]) == local and _is_own(*each)]
+    if own and (local or len({family for family, _ in own}) == len(own)):
+        family, address = own[0]
+        return socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN)
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     return socket.create_server(("", port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both)
