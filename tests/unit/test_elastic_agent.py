@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megazero.comm.launch import agent as notes
@@ -32,13 +34,39 @@ class Meeting(SimpleNamespace):
 
 
 class Ranks:
-    """Stands in for the ranks of a node: the signals that end them, and the seconds that they then have."""
+    """Stands in for the processes of a node's ranks.
 
-    def __init__(self) -> None:
+    Attributes:
+        subprocess_handlers: of each rank; its exit code is the next one of `answers`, or the last.
+        closed: the signals that ended the ranks, and the seconds that they then had.
+        told: the note that ranks had when they were ended.
+    """
+
+    def __init__(self, *answers: list[int | None]) -> None:
         self.closed: list[tuple[signal.Signals, int]] = []
+        self.told: list[str] = []
+        handlers = [SimpleNamespace(proc=SimpleNamespace(poll=partial(next_of, each))) for each in answers]
+        self.subprocess_handlers = dict(enumerate(handlers))
+
+    def pids(self) -> dict[int, int]:
+        return {rank: rank for rank in self.subprocess_handlers}
+
+    def wait(self, timeout: float) -> RunProcsResult | None:
+        """Answer as torchrun's does: if a rank has failed, end its peers."""
+        codes = {rank: handler.proc.poll() for rank, handler in self.subprocess_handlers.items()}
+        failures = {rank: ProcessFailure(rank, 0, code, "") for rank, code in codes.items() if code}
+        if None in codes.values() and not failures:
+            return None
+        self.close()
+        return RunProcsResult(failures=failures)
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self.closed.append((death_sig, timeout))
+        self.told.append(notes.read(notes.LOST))
+
+
+def next_of(answers: list[int | None]) -> int | None:
+    return answers.pop(0) if len(answers) > 1 else answers[0]
 
 
 @pytest.fixture
@@ -145,6 +173,20 @@ def test_the_ranks_start_again_unless_they_were_asked_to_end(new_agent: Callable
             with pytest.raises(elastic.Ended, match=wish or "SIGINT") as end:
                 agent.end_ranks(*codes)
             assert (end.value.code, agent.started) == (code, 0), name
+
+
+def test_peers_of_a_rank_that_fails_learn_it_before_they_are_ended(new_agent: Callable[[], Any]) -> None:
+    """Whenever it fails: peers may wait for it, deaf to TERM, and are killed after half a minute."""
+    for answers in ([1], [None, 1], [None, None, 1], [None, None, None, -9]):
+        agent = new_agent()
+        Path(os.environ[notes.FOLDER], notes.LOST).unlink(missing_ok=True)
+        agent._pcontext, seen = Ranks(answers, [None]), []
+        group = agent._worker_group
+        group.workers = [SimpleNamespace(id=rank, global_rank=rank) for rank in range(2)]
+        while WorkerState.FAILED not in seen:
+            seen.append(agent._monitor_workers(group).state)
+        assert agent._pcontext.told == ["another rank of this node has failed; ending"]
+        assert set(seen[:-1]) <= {WorkerState.HEALTHY} and agent.failed.state == WorkerState.FAILED
 
 
 def test_ranks_have_time_to_save_if_their_agent_is_asked_to_end(new_agent: Callable[[], Any]) -> None:
