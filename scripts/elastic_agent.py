@@ -296,10 +296,13 @@ class Agent(LocalElasticAgent):
         self.ended_at: tuple[str, frozenset[Any]] = ("", frozenset())  # the iteration it began with, and its nodes
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        ranks = self._pcontext.subprocess_handlers.values()
-        if any(rank.proc.poll() not in (None, 0, SAVED_EARLY) for rank in ranks):  # its peers may hang, deaf to TERM
+        codes = [rank.proc.poll() for rank in self._pcontext.subprocess_handlers.values()]
+        if any(code not in (None, 0, SAVED_EARLY) for code in codes):  # its peers may hang, deaf to TERM
             notes.leave(notes.LOST, "another rank of this node has failed; ending")
-        result = super()._monitor_workers(worker_group)
+        if None in codes and not any(codes):  # torchrun asks again, and ends the peers of a rank that has just failed
+            result = RunResult(WorkerState.HEALTHY)
+        else:
+            result = super()._monitor_workers(worker_group)
         self.failed = result if result.state == WorkerState.FAILED else None
         return result
 

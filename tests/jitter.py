@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.helpers.programs import descendants
 
-AT_ONCE = 3  # processes that are stopped at a time, at most
+AT_ONCE, SHARE = 3, 1 / 3  # processes that are stopped at a time, at most; and of all processes
 SHORTEST, LONGEST = 0.05, 1.5  # seconds of a stop
 PAUSE = 0.12, 0.38  # seconds between two stops, from least to most
 
@@ -51,7 +51,7 @@ class Jitter:
         for pid in [pid for pid, until in self._until.items() if until <= now]:
             self._resume(pid)
         running = [pid for pid in descendants(self.pid)[1:] if pid not in self._until and state(pid) in ("R", "S", "D")]
-        if running and len(self._until) < AT_ONCE:
+        if len(self._until) + 1 <= min(AT_ONCE, SHARE * (len(running) + len(self._until))):
             pid = self.draw.choice(sorted(running))
             self._until[pid] = now + self.draw.uniform(SHORTEST, LONGEST)
             self.count += 1
@@ -85,6 +85,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("command", nargs="+")
     flags = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # no process stays stopped
     return run(flags.command, flags.seed)
 
 

@@ -18,18 +18,18 @@ def wait(happened: Callable[[], bool]) -> None:
 
 
 def test_a_process_that_others_have_stopped_is_left_alone() -> None:
-    parent = subprocess.Popen(["bash", "-c", "sleep 1000 & sleep 1000 & wait"])
+    parent = subprocess.Popen(["bash", "-c", "sleep 1000 & sleep 1000 & sleep 1000 & sleep 1000 & wait"])
     stops = jitter.Jitter(parent.pid, seed=1)
     try:
-        wait(lambda: len(descendants(parent.pid)) == 3)
-        frozen, running = descendants(parent.pid)[1:]
+        wait(lambda: len(descendants(parent.pid)) == 5)
+        frozen, *running = descendants(parent.pid)[1:]
         os.kill(frozen, signal.SIGSTOP)
         wait(lambda: jitter.state(frozen) == "T")
         stops.turn()
-        wait(lambda: jitter.state(running) == "T")
+        wait(lambda: sum(jitter.state(pid) == "T" for pid in running) == 1)
         assert stops.count == 1 and jitter.state(parent.pid) == "S"
         stops.end()
-        wait(lambda: jitter.state(running) == "S")
+        wait(lambda: all(jitter.state(pid) == "S" for pid in running))
         assert jitter.state(frozen) == "T"
     finally:
         for pid in reversed(descendants(parent.pid)):
