@@ -55,8 +55,8 @@ def main(argv: list[str]) -> None:
             log.info(note)
         check_values(config)
     except ValueError as error:
-        log.error(f"ValueError: {error}")
-        report_to_launcher(f"ValueError: {error}")
+        log.error(f"error: {error}")
+        report_to_launcher(f"error: {error}")
         sys.exit(1)
     run(command, world)
 
@@ -85,7 +85,7 @@ def run(command: Command, world: World) -> None:
         if code:
             sys.exit(code)
     except ValueError as error:
-        fail(world, f"ValueError: {error}")
+        fail(world, f"error: {error}")
     except (LossScaleExhausted, DeadRun, StatesLost) as error:
         fail(world, str(error))
     except PeerLost as error:
@@ -200,6 +200,7 @@ def prepare(command: Command, world: World) -> Plan:
     from megazero.huggingface.export import check_export
     from megazero.huggingface.loading import open_weights
     from megazero.model.stage import declare
+    from megazero.observe.loggers import require_packages
     from megazero.price.bytes.capacity import check_memory
     from megazero.price.time.devices import find_card
     from megazero.price.time.exchange import choose_exchange
@@ -212,6 +213,7 @@ def prepare(command: Command, world: World) -> Plan:
     config, chosen = with_gpu_defaults(command, launch.fastest_precision(device) if device.type == "cuda" else "")
     if device.type == "cuda":
         bind_to_near_cpus(device)
+    require_packages(config.log)
     require_data(config)  # before the tokenizer, because a corpus may name it
     tokenizer = data_tokenizer(config)
     vocabulary = tokenizer.vocab_size if tokenizer else 0
