@@ -12,6 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from data_tools.finished import digest
 from data_tools.tool import parse, progress_bar, run_tool
 from megazero.data.about import read_about, verify
 from megazero.data.indexed import CHUNK, IndexedDataset
@@ -121,6 +122,11 @@ def _joined(abouts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         joined["partition"] = "0/1"
     else:
         joined["partition"] = " ".join(partitions)
+    records = [{**about.get("made_with", {}), "--partition": digest(joined["partition"])} for about in abouts]
+    if "made_with" in joined and all(record == records[0] for record in records):
+        joined["made_with"] = records[0]
+    else:
+        joined.pop("made_with", None)
     return joined
 
 

@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from data_tools.encoding import (
     encode_all,
     trust_gigatoken,
 )
+from data_tools.finished import record_of, refuse_other
 from data_tools.journal import Skipped, WorkFolder
 from data_tools.megatron import our_words
 from data_tools.next_step import to_merge, to_train
@@ -36,7 +37,7 @@ from data_tools.tool import check_workers, parse, progress_bar, run_tool
 from megazero.data.indexed import dtype_for
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.writer import CorpusParts, publish
-from megazero.files import OutputFile
+from megazero.files import OutputFile, read_json_object
 from megazero.units import things
 
 PROGRAM = "preprocess_data.py"
@@ -94,6 +95,8 @@ class Options:
     gigatoken: bool = True
     """Encode with gigatoken if it gives the same ids as the tokenizer: compared first on a sample of the text, then on
     a stretch of every chunk."""
+    overwrite: bool = False
+    """Replace finished corpora of --output-prefix that were made from other inputs or with other options."""
 
 
 class Corpus(NamedTuple):
@@ -119,8 +122,11 @@ class Counts:
 class Run:
     """One run over the sources, from the last commit of the work folder to the published corpora."""
 
-    def __init__(self, options: Options, sources: Sequence[Source], prefix: str, work: WorkFolder) -> None:
-        self.options, self.sources, self.prefix, self.work = options, sources, prefix, work
+    def __init__(
+        self, options: Options, sources: Sequence[Source], prefix: str, work: WorkFolder, record: Mapping[str, str]
+    ) -> None:
+        """record: see `data_tools.finished`."""
+        self.options, self.sources, self.prefix, self.work, self.record = options, sources, prefix, work, record
         self.tokenizer: Tokenizer = cached_tokenizer(options.tokenizer)
         self.dtype = token_type(options, self.tokenizer)
         self.keys = options.json_keys
@@ -255,6 +261,7 @@ class Run:
                     "eod": self.tokenizer.eod if self.options.append_eod else None,
                     "key": key,
                     "partition": self.options.partition,
+                    "made_with": self.record,
                     "sources": [
                         {"input": given, "documents": documents, "tokens": tokens}
                         for given, (documents, tokens) in zip(self.options.input, self.counts.arguments[k], strict=True)
@@ -330,11 +337,10 @@ def sample_texts(sources: Sequence[Source], keys: Sequence[str]) -> list[str]:
     return texts
 
 
-def job_of(options: Options, sources: Sequence[Source]) -> dict[str, Any]:
-    """All settings on which the result depends, by names for a message."""
+def settings_of(options: Options) -> dict[str, Any]:
+    """All settings besides the inputs on which the result depends, by flag."""
     tokenizer = cached_tokenizer(options.tokenizer)
     return {
-        "--input (names, sizes or dates of files)": [source.identity() for source in sources],
         "--tokenizer": [options.tokenizer, tokenizer.identity],
         "--json-keys": list(options.json_keys),
         "--append-eod": options.append_eod,
@@ -352,8 +358,8 @@ def preprocess(options: Options) -> list[Corpus]:
     nothing is committed, nothing is left.
     """
     check_workers(workers_of(options))
-    sources = find_sources(options.input, options.json_keys, options.input_format)
-    sources = partition(sources, options.partition)
+    whole = find_sources(options.input, options.json_keys, options.input_format)
+    sources = partition(whole, options.partition)
     tokenizer = cached_tokenizer(options.tokenizer)
     if options.append_eod:
         assert tokenizer.eod >= 0  # raises here if there is none, not in the first worker
@@ -361,17 +367,22 @@ def preprocess(options: Options) -> list[Corpus]:
     if options.dedup and count > 1:
         raise ValueError(f"--dedup sees all documents, and --partition {options.partition} only a part; drop one")
     prefix = options.output_prefix + (f"-{index:05}-of-{count:05}" if count > 1 else "")
-    work = WorkFolder(prefix, job_of(options, sources))
+    settings, inputs = settings_of(options), "--input (names, sizes or dates of files)"
+    record = record_of(whole, settings)
+    work = WorkFolder(prefix, {inputs: [source.identity() for source in sources], **settings})
     try:
+        if work.state is None and not options.overwrite:
+            _guard_finished(options, whole, prefix, record)
         try:
-            return _tokenize_and_publish(options, sources, prefix, work)
+            return _tokenize_and_publish(options, sources, prefix, work, record)
         except GigatokenDiffers as error:
             print(
                 f"gigatoken gives other ids than --tokenizer {options.tokenizer} at {error}: starting again without it",
                 file=sys.stderr,
             )
             work.clear()
-            return _tokenize_and_publish(Options(**{**vars(options), "gigatoken": False}), sources, prefix, work)
+            options = Options(**{**vars(options), "gigatoken": False})
+            return _tokenize_and_publish(options, sources, prefix, work, record)
     except BaseException as error:
         _leave(work, error)
         raise
@@ -379,9 +390,21 @@ def preprocess(options: Options) -> list[Corpus]:
         work.close()
 
 
-def _tokenize_and_publish(options: Options, sources: Sequence[Source], prefix: str, work: WorkFolder) -> list[Corpus]:
+def _guard_finished(options: Options, sources: Sequence[Source], prefix: str, record: Mapping[str, str]) -> None:
+    """Refuse to replace corpora that were made from other inputs or with other options."""
+    for target in (f"{prefix}_{key}_document" for key in options.json_keys):
+        if os.path.exists(f"{target}.idx") or os.path.exists(f"{target}.bin"):
+            found = None
+            with suppress(OSError, ValueError):  # a corpus of Megatron-LM, or a damaged one
+                found = read_json_object(f"{target}.json").get("made_with")
+            refuse_other(f"--output-prefix {options.output_prefix}: {target}.idx", found, record, sources)
+
+
+def _tokenize_and_publish(
+    options: Options, sources: Sequence[Source], prefix: str, work: WorkFolder, record: Mapping[str, str]
+) -> list[Corpus]:
     start, before = time.monotonic(), (work.state or {}).get("counts", {}).get("text_bytes", 0)
-    run = Run(options, sources, prefix, work)
+    run = Run(options, sources, prefix, work, record)
     if not (work.state or {}).get("published"):
         run.tokenize()
     assert work.state is not None
@@ -390,7 +413,8 @@ def _tokenize_and_publish(options: Options, sources: Sequence[Source], prefix: s
     seconds = time.monotonic() - start
     for corpus, empty in zip(made, counts.empty, strict=True):
         documents, tokens = things(corpus.num_documents, "document"), things(corpus.num_tokens, "token")
-        print(f"{corpus.prefix}: {documents}, {tokens}, {corpus.dtype}; {things(empty, 'empty document')} left out")
+        left_out = f"; {things(empty, 'empty document')} left out" if empty else ""
+        print(f"{corpus.prefix}: {documents}, {tokens}, {corpus.dtype}{left_out}")
     if counts.duplicates:
         print(f"{things(counts.duplicates, 'document')} left out, equal to an earlier one")
     if skipped:

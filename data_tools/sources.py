@@ -103,7 +103,8 @@ def _folder(folder: str, number: int, input_format: Format) -> list[Source]:
     if not names:
         ends = ", ".join(KINDS)
         raise ValueError(
-            f"--input {folder}: a folder without a file whose name ends in {ends}; give --input-format for others"
+            f"--input {folder}: a folder without a file whose name ends in {ends}; give --input-format for others, or, "
+            f"for CSV, --input {DATASETS}{folder}"
         )
     return [_file(name, number, input_format) for name in names]
 
@@ -129,7 +130,8 @@ def _file(name: str, number: int, input_format: Format) -> Source:
     if kind is None:
         raise ValueError(
             f"--input {name}: unknown kind of file; its name must end in {', '.join(KINDS)}, the first five also with "
-            f"{' or '.join(COMPRESSIONS)}; or give --input-format"
+            f"{' or '.join(COMPRESSIONS)}; or give --input-format, or, for CSV, its folder: --input "
+            f"{DATASETS}{os.path.dirname(name) or '.'}"
         )
     return Source(name, kind, number, status.st_size, status.st_mtime_ns, compression)
 

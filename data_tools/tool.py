@@ -20,10 +20,22 @@ LOG_SECONDS = 30.0
 
 
 def parse(options: type[Options], arguments: Sequence[str], program: str) -> Options:
-    """Parse the flags of a tool: a dataclass whose docstrings are the help. SystemExit(2) for a mistyped flag."""
+    """Parse the flags of a tool: a dataclass whose docstrings are the help. SystemExit(2) for a mistyped flag.
+
+    Raises:
+        ValueError: a value has a null character, which no file name can have.
+    """
     import tyro
 
-    return tyro.cli(options, args=list(arguments), prog=program)
+    if {"--help", "-h"} & {*arguments}:
+        from megazero.config.help import with_whole_lines
+
+        options = with_whole_lines(options)
+    found = tyro.cli(options, args=list(arguments), prog=program)
+    for name, value in vars(found).items():
+        if "\0" in "".join(value) if isinstance(value, tuple) else "\0" in str(value):
+            raise ValueError(f"--{name.replace('_', '-')} {value!r}: contains a null character; remove it")
+    return found
 
 
 def run_tool(main: Callable[[Sequence[str]], None]) -> None:

@@ -4,7 +4,8 @@
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,15 +13,20 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools.documents import Bad, documents_of
+from data_tools.finished import record_of, refuse_other
 from data_tools.next_step import to_preprocess
 from data_tools.reading import read_chunks
 from data_tools.sources import Format, Source, find_sources
 from data_tools.tool import parse, progress_bar, run_tool
 from megazero.data.tokenizer import END_OF_DOCUMENT, gpt2_backend
-from megazero.files import write_atomically
+from megazero.files import read_json_object, write_atomically
 from megazero.units import things
 
 PROGRAM = "train_tokenizer.py"
+FILES = {"bpe": "tokenizer.json", "sentencepiece": "tokenizer.model"}
+RECORD = "made_with.json"
+# Further flags on which the tokenizer depends.
+RECORDED = ("vocab-size", "model", "input-format", "json-keys", "on-bad-line")
 # 256 bytes and the end of document; SentencePiece has <unk>, <s> and </s> instead.
 SMALLEST_VOCABULARY = 257
 # Limit of the pieces in which SentencePiece gets a document, because it ignores longer ones.
@@ -55,6 +61,8 @@ class Options:
     """Keys, or columns, that hold text."""
     on_bad_line: Literal["stop", "skip"] = "stop"
     """Action for a line that is no document."""
+    overwrite: bool = False
+    """Replace a tokenizer in --output that was made from other inputs or with other options."""
 
 
 def texts_of(options: Options, sources: Sequence[Source]) -> Iterator[list[str]]:
@@ -150,6 +158,16 @@ def train_sentencepiece(texts: Iterator[list[str]], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
+def _guard_finished(output: str, record: Mapping[str, str], sources: Sequence[Source]) -> None:
+    """Refuse to replace a tokenizer that was made from other inputs or with other options."""
+    for name in FILES.values():
+        if (Path(output) / name).exists():
+            found = None
+            with suppress(OSError, ValueError):
+                found = read_json_object(Path(output) / RECORD)
+            refuse_other(f"--output {output}: {Path(output) / name}", found, record, sources)
+
+
 def main(arguments: Sequence[str]) -> None:
     """The tool. ValueError for wrong arguments or input."""
     options = parse(Options, arguments, PROGRAM)
@@ -161,6 +179,9 @@ def main(arguments: Sequence[str]) -> None:
         )
     sources = find_sources(options.input, options.json_keys, options.input_format)
     texts, folder = texts_of(options, sources), Path(options.output)
+    record = record_of(sources, {f"--{name}": getattr(options, name.replace("-", "_")) for name in RECORDED})
+    if not options.overwrite:
+        _guard_finished(options.output, record, sources)
     if options.model == "bpe":
         backend = train_bpe(texts, options.vocab_size)
         save(backend, folder)
@@ -168,8 +189,11 @@ def main(arguments: Sequence[str]) -> None:
     else:
         raw = train_sentencepiece(texts, options.vocab_size)
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "tokenizer.model", raw)
+        write_atomically(folder / FILES["sentencepiece"], raw)
         size = options.vocab_size
+    for other in {*FILES.values()} - {FILES[options.model]}:
+        (folder / other).unlink(missing_ok=True)  # a folder names one tokenizer
+    write_atomically(folder / RECORD, json.dumps(record, indent=2).encode())
     short = size < options.vocab_size
     few = f" (the text has no more than these, of {options.vocab_size:,})" if short else ""
     print(f"{options.output}: {size:,} tokens{few}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import traceback
 from typing import Any
 
@@ -37,6 +37,12 @@ def load_optional(module: str, purpose: str) -> Any:
         raise ValueError(f"{purpose}: {missing_package(error)}") from error
 
 
+def require_optional(package: str, purpose: str) -> None:
+    """Raise the ValueError of `load_optional` if a package is not installed; it is not imported yet."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"{purpose}: {missing_package(ModuleNotFoundError(name=package))}")
+
+
 def missing_package(error: ModuleNotFoundError) -> str:
     """Return one sentence for a package that could not be imported, with the command that installs it."""
     package = (error.name or "").partition(".")[0]
@@ -45,6 +51,6 @@ def missing_package(error: ModuleNotFoundError) -> str:
         return f"lacks a Python module: {error}"
     extra = EXTRAS[package]
     return (
-        f"needs the Python package {package}, which is not installed; pip install 'megazero[{extra}]' brings it "
-        f"(in a clone: pip install -e '.[{extra}]')"
+        f"needs the Python package {package}, which is not installed; pip install {package}, or, in a clone of "
+        f"megazero, pip install -e '.[{extra}]'"
     )

@@ -309,6 +309,6 @@ if __name__ == "__main__":
     except ModuleNotFoundError as error:
         sys.exit(f"this {missing_package(error)}")
     except ValueError as error:
-        sys.exit(f"ValueError: {error}")
+        sys.exit(f"error: {error}")
     except OSError as error:
-        sys.exit(f"OSError: {explain(error)}")
+        sys.exit(f"error: {explain(error)}")

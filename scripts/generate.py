@@ -178,7 +178,7 @@ if __name__ == "__main__":
         run(chosen, ranks)
         launch.exit_now(0)
     except ValueError as error:
-        fail(f"ValueError: {error}")
+        fail(f"error: {error}")
     except KeyboardInterrupt:
         launch.exit_now(130)
     except Exception as error:

@@ -45,6 +45,6 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except ValueError as error:
-        sys.exit(f"ValueError: {error}")
+        sys.exit(f"error: {error}")
     except BrokenPipeError:  # a reader such as head has seen enough
         sys.stderr.close()

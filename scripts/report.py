@@ -45,4 +45,4 @@ if __name__ == "__main__":
     except ModuleNotFoundError as error:
         sys.exit(f"this {missing_package(error)}")
     except ValueError as error:
-        sys.exit(f"ValueError: {error}")
+        sys.exit(f"error: {error}")

@@ -357,7 +357,7 @@ def run_folder(base: str, save: str) -> Path:
     """
     return (
         Path(base or SHARED_MEMORY.format(os.getuid()))
-        / hashlib.sha256(os.path.abspath(save).encode()).hexdigest()[:12]
+        / hashlib.sha256(os.path.realpath(save).encode()).hexdigest()[:12]
     )
 
 

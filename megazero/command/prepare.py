@@ -24,6 +24,7 @@ from megazero.huggingface.loading import open_weights
 from megazero.log import log
 from megazero.memory.host import Machine
 from megazero.model.stage import declare
+from megazero.observe.loggers import require_packages
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.capacity import check_memory
@@ -104,6 +105,7 @@ def prepare(command: Command, world: World) -> Prepared:
     device = launch.pick_device(world)
     fastest = launch.fastest_precision(device) if device.type == "cuda" else None
     config, note = gpu_defaults(command.config, command.given, fastest)
+    require_packages(config.log)
     require_data(config)  # before the tokenizer, because a corpus may name it
     tokenizer = data_tokenizer(config)
     ranks = find_ranks(config, world, device)

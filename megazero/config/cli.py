@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from megazero.config.flags import LAYOUT_FLAGS, flags, to_toml, toml_value, value_of, with_values
 from megazero.config.foreign.translate import OWN_WORDS, refusals, split_items, translate
-from megazero.config.help import show_normal
+from megazero.config.giving_way import give_way
+from megazero.config.help import show_normal, with_whole_lines
 from megazero.config.limits import check_text
 from megazero.config.presets import Preset, over_defaults, read_preset
 from megazero.config.schema import Config
@@ -119,8 +120,12 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         values, source = _over_preset(found, preset.values, args), found.source
         notes += found.notes
     defaults = replace(over_defaults(values, _last_value(args, "architecture")), hf_config=source)
+    if "--help" in args:
+        defaults = with_whole_lines(defaults)
     try:
-        config = tyro.cli(Config, default=defaults, args=args, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,))
+        config = tyro.cli(
+            type(defaults), default=defaults, args=args, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,)
+        )
     except SystemExit as stop:
         if stop.code and notes:  # the message names the translation of a foreign flag
             log.error("\n".join(notes))
@@ -131,7 +136,9 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
     if config.parallel.layout == "auto" and {"layout", "elastic"} & names_of(args):
         dropped = given & {*LAYOUT_FLAGS} - names_of(args)
         config = with_values(config, {name: flags()[name].default for name in dropped})
-    return Command(config, args, given - dropped, notes, dropped)
+    from_preset = {flag for flag, value in preset.values.items() if values[flag] == value} - names_of(args) - dropped
+    config, changes = give_way(config, name, from_preset, names_of(args))
+    return Command(config, args, given - dropped, [*notes, *changes], dropped)
 
 
 def _sources(args: list[str], preset: Mapping[str, Any]) -> tuple[str, list[str]]:

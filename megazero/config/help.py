@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 import textwrap
 import typing
+from typing import Annotated, Any
 
 from megazero.config.flags import Flag, flags
 from megazero.config.schema import Config
@@ -21,6 +23,11 @@ NORMAL = {
     "logging": ("log-dir",),
 }
 
+# Defaults that depend on the device (`gpu_defaults`).
+DEVICE_DEFAULTS = {
+    "precision": "fp32 on CPUs; on GPUs bf16, or fp16 if they lack bf16",
+    "lr-warmup-iters": "0 on CPUs; on GPUs 1 % of the iterations, at most 2000",
+}
 
 WRAPPER = textwrap.TextWrapper(100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
@@ -46,14 +53,42 @@ def show_normal(program: str) -> None:
 
 def _described(name: str) -> str:
     """Return a flag with its values, its help and its default."""
-    import docstring_parser
-
     flag = flags().get(name, Flag("", str, "", None))
     values = {int: "INT", float: "FLOAT", str: "STR", tuple[str, ...]: "[STR ...]"}.get(flag.kind)
     values = values or f"{{{','.join(map(str, typing.get_args(flag.kind)))}}}"
-    owner = type(getattr(Config(), flag.group)) if flag.group else Config
-    params = {param.arg_name: param.description or "" for param in docstring_parser.parse_from_object(owner).params}
-    text = " ".join(params[name.replace("-", "_")].split())
-    if flag.default:
-        text += f" (default: {flag.default})"
+    text = _texts(type(getattr(Config(), flag.group)) if flag.group else Config)[name.replace("-", "_")]
+    if default := DEVICE_DEFAULTS.get(name, flag.default):
+        text += f" (default: {default})"
     return f"  --{name} {values}\n{WRAPPER.fill(f'  {text}')}"
+
+
+def _texts(options: type) -> dict[str, str]:
+    """Return the docstring of each field of a dataclass, in one line."""
+    import docstring_parser
+
+    params = docstring_parser.parse_from_object(options).params
+    return {param.arg_name: " ".join((param.description or "").split()) for param in params}
+
+
+def with_whole_lines(options: Any) -> Any:
+    """Return a dataclass, or an instance, for which tyro prints help without the line breaks of the source.
+
+    tyro keeps the line breaks of a field's docstring, and then breaks the lines again at the width of the terminal.
+    """
+    import tyro
+
+    instance, kind = (None, options) if isinstance(options, type) else (options, type(options))
+    hints, texts, parts, fields = typing.get_type_hints(kind, include_extras=True), _texts(kind), {}, []
+    for field in dataclasses.fields(kind):
+        hint, value = hints[field.name], getattr(instance, field.name, None)
+        if dataclasses.is_dataclass(value):
+            parts[field.name] = value = with_whole_lines(value)
+            hint = type(value)
+        elif value in (None, field.default) and (default := DEVICE_DEFAULTS.get(field.name.replace("_", "-"))):
+            hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=f"(default: {default})")]
+        metadata = {"help": texts[field.name]} if texts.get(field.name) else {}
+        defaults: dict[str, Any] = {"default": field.default, "default_factory": field.default_factory}
+        fields.append((field.name, hint, dataclasses.field(**defaults, metadata=metadata)))
+    namespace = {"__doc__": kind.__doc__}
+    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True, namespace=namespace)
+    return made if instance is None else made(**(vars(instance) | parts))

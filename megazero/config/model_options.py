@@ -246,9 +246,8 @@ class TrainingConfig:
     seed: Annotated[int, Bounds(-(2**63), 2**63 - 1, "seeds are 64-bit")] = 1234
     """Seed of initial weights, data order and dropout. The same seed gives the same run in every layout."""
     precision: Precision = "fp32"
-    """Precision of weights and activations. Master weights and moments are fp32. On GPUs the default is bf16, or fp16
-    on GPUs without bf16. fp16 scales the loss. fp64 is for tests: weights, gradients, moments and checkpoints are all
-    fp64."""
+    """Precision of weights and activations. Master weights and moments are fp32. fp16 scales the loss. fp64 is for
+    tests: weights, gradients, moments and checkpoints are all fp64."""
     grad_dtype: Precision = "fp32"
     """Precision in which gradients are accumulated and reduced. It is always fp64 with --precision fp64."""
     freeze_parameters: tuple[str, ...] = ()
@@ -325,7 +324,7 @@ class OptimizerConfig:
     min_lr: LearningRate = 0.0
     """Learning rate at the end of the decay."""
     lr_warmup_iters: Iterations = 0
-    """Iterations of linear warm-up. The default is 0 on CPUs; on GPUs 1 % of the iterations, at most 2000."""
+    """Iterations of linear warm-up."""
     lr_decay_iters: Iterations = 0
     """Iteration at which the learning rate reaches --min-lr. 0: --train-iters."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "wsd"] = "constant"

@@ -45,7 +45,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     preset: str = ""
-    """TOML file of flags (without the dashes), or the name of one in scripts/presets. Flags override it."""
+    """TOML file of flags (without the dashes), or the name of one in scripts/presets. Flags override it; its warm-up,
+    decay and saving give way to them."""
     hf_config: str = ""
     """config.json of a Hugging Face model, or a folder with one: the model to train. Flags override it: --num-layers 2
     makes a small copy, --seq-length shortens the samples. The folder's tokenizer is the default of --tokenizer. Options

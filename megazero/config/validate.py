@@ -118,17 +118,22 @@ def elastic_nodes(text: str) -> range:
 
 def _check_needs(config: Config) -> None:
     """Refuse flags without those that they need."""
-    undecided = LAYOUT_FLAGS if config.parallel.layout == "auto" else ()
     for name, needed in NEEDS.items():
-        given = value_of(config, name)
-        if given == flags()[name].default or name in undecided:
-            continue
-        others = re.findall(r"--([a-z-]+) ?(\w*)", needed)
-        for other, value in others:
-            found = value_of(config, other)
-            if found == flags()[other].default if value.isupper() or not value else found != value:
-                them = "both" if len(others) > 1 else "it"
-                raise ValueError(f"{shorten(as_flag(name, given))} needs {needed}; add {them}, or drop --{name}")
+        if lacks_needed(config, name):
+            them, given = "both" if " and --" in needed else "it", shorten(as_flag(name, value_of(config, name)))
+            raise ValueError(f"{given} needs {needed}; add {them}, or drop --{name}")
+
+
+def lacks_needed(config: Config, name: str) -> bool:
+    """Return whether a flag of `NEEDS` is given without those that it needs."""
+    undecided = config.parallel.layout == "auto" and name in LAYOUT_FLAGS
+    if undecided or value_of(config, name) == flags()[name].default:
+        return False
+    for other, value in re.findall(r"--([a-z-]+) ?(\w*)", NEEDS[name]):
+        found = value_of(config, other)
+        if found == flags()[other].default if value.isupper() or not value else found != value:
+            return True
+    return False
 
 
 def _check_precision_and_zero(config: Config) -> None:
@@ -181,7 +186,7 @@ def _check_learning_rate(config: Config) -> None:
             f"--weight-decay {optimizer.weight_decay} x --lr {optimizer.lr} is more than 1, so that an update would "
             "change the sign of weights; lower one of them"
         )
-    last, warmup = optimizer.lr_decay_iters or config.training.train_iters, optimizer.lr_warmup_iters
+    last, warmup = decay_end(config), optimizer.lr_warmup_iters
     total = f"--lr-decay-iters {last} (by default --train-iters)"
     if optimizer.lr_decay_style != "constant" and warmup >= last:
         raise ValueError(
@@ -200,6 +205,11 @@ def _check_learning_rate(config: Config) -> None:
             f"--lr-warmup-iters {warmup} and --lr-wsd-decay-iters {decay} together are more than {total}; lower one of "
             "them"
         )
+
+
+def decay_end(config: Config) -> int:
+    """Return the iteration at which the learning rate has decayed."""
+    return config.optimizer.lr_decay_iters or config.training.train_iters
 
 
 def _check_layout(config: Config) -> None:

@@ -62,10 +62,10 @@ def check_model(config: Config) -> None:
         )
     groups = model.query_groups
     if groups % tp and tp % groups:
-        possible = ", ".join(str(n) for n in divisors(heads) if n % tp == 0 or tp % n == 0)
+        sizes = ", ".join(str(n) for n in tensor_parallel_sizes(model) if n <= 64)
         raise ValueError(
             f"--num-query-groups {groups} and --tensor-model-parallel-size {tp}: one must divide the other; "
-            f"use {possible} groups"
+            f"use a --tensor-model-parallel-size of {sizes}"
         )
     pp = config.parallel.pipeline_model_parallel_size
     if pp > model.num_layers:

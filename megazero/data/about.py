@@ -47,6 +47,7 @@ class Description(TypedDict, total=False):
     tokenizer: str
     tokenizer_hash: str
     saved_tokenizer: str
+    made_with: dict[str, str]
     checksum: Checksums
 
 

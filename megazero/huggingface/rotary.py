@@ -80,6 +80,8 @@ def _options(given: Mapping[str, Any], partial: bool) -> Options:
     options, fixed = SCALINGS[kind]
     scaling: Options = {ours: rope.pop(theirs) for theirs, ours in options.items() if theirs in rope}
     factor = scaling["rope_scaling_factor"] = float(scaling.get("rope_scaling_factor", 1.0))
+    if not factor >= 1:
+        raise ValueError(f"config.json has factor {factor:g} in rope_parameters; a context is stretched by at least 1")
     if kind == "yarn":
         fixed = {**fixed, "attention_factor": Rotary(0, 1.0, factor, "yarn").amplitude}
     for key, value in rope.items():

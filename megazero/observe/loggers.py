@@ -13,12 +13,21 @@ from typing import Any, Protocol
 from megazero.comm.launch.world import first_start
 from megazero.config.cli import Command
 from megazero.config.flags import to_toml
-from megazero.config.schema import Config
+from megazero.config.schema import Config, LogConfig
 from megazero.files import OutputFile, explain, read_regular, replace_file
 from megazero.log import log
 from megazero.observe.progress_line import InUse, ProgressLine, Record
 from megazero.observe.report.runs import parse
 from megazero.observe.start_clock import Lost
+from megazero.optional import require_optional
+
+
+def require_packages(options: LogConfig) -> None:
+    """Raise ValueError if a logger's package is missing, before a run opens data."""
+    if options.tensorboard_dir:
+        require_optional("tensorboard", f"--tensorboard-dir {options.tensorboard_dir}")
+    if options.wandb_project:
+        require_optional("wandb", f"--wandb-project {options.wandb_project}")
 
 
 class Writer(Protocol):
@@ -222,6 +231,9 @@ class WeightsAndBiases:
             mode=None if wandb.login(prompt=False) else "offline",
             settings=wandb.Settings(silent=True),
         )
+        if self.run.offline:
+            again = " --append" if start_iteration else ""
+            log.info(f"wandb     offline, without an account; to upload it: wandb sync{again} {self.run.sync_dir}")
         self.run.config.update(asdict(config) | about, allow_val_change=True)
         # Steps of Weights & Biases only grow, but a resumed run repeats the iterations after its checkpoint.
         self.run.define_metric("iteration")

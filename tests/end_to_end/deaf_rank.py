@@ -16,7 +16,7 @@ launch.start(world, torch.device("cpu"), 1.0)
 store = dist.distributed_c10d._get_default_store()
 if world.rank == int(sys.argv[1]):
     store.wait(["watching"])
-    failures.report_failure(world, "ValueError: --data-path: a bad token")
+    failures.report_failure(world, "error: --data-path: a bad token")
     launch.exit_now(3)
 try:
     with failures.ending_with_peers(world, seconds=0.5, patience=0.1):

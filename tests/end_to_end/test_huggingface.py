@@ -256,7 +256,11 @@ def damaged(folder: Path, change: str) -> None:
         weights[name][0, 0] = torch.nan
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    if change == "a pickle":
+    if change == "a larger tokenizer":
+        shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+        write_tokenizer(folder / "new", 5, WORDS + 1)
+        (folder / "new" / "tokenizer.json").replace(folder / "tokenizer.json")
+    elif change == "a pickle":
         (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     elif change == "cut off":
         data = (folder / "model.safetensors").read_bytes()
@@ -285,6 +289,7 @@ def damaged(folder: Path, change: str) -> None:
         ("not finite", "blocks.1.mlp.up.weight holds values that are not finite"),
         ("a pickle", "found only pytorch_model.bin, a pickle, which could run code; save the model with"),
         ("cut off", "model.safetensors cannot be read: "),
+        ("a larger tokenizer", "its tokenizer has 62 tokens, and its model 61"),
         (
             "names a tensor elsewhere",
             "model.safetensors has no transformer.h.1.mlp.c_fc.weight, which model.safetensors",

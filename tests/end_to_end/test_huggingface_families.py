@@ -102,6 +102,10 @@ def test_there_and_back(kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]
             "has rope_type dynamic; this version computes default, linear, llama3, yarn only",
         ),
         (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 0.0}},
+            "config.json has factor 0 in rope_parameters; a context is stretched by at least 1",
+        ),
+        (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 16}},
             "config.json has beta_fast 16 in rope_parameters of rope_type yarn",
         ),

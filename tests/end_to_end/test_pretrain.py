@@ -225,7 +225,7 @@ def test_bad_input_is_refused_before_anything_is_made(name: str, model, refusal,
     where = ["--log-dir", tmp_path / "logs", "--save", tmp_path / "saved"]
     done = refusal(*model, "--train-iters", 1, *where, *flags)
     assert done.returncode == 1
-    assert done.stderr.startswith("ValueError: "), done.stderr
+    assert done.stderr.startswith("error: "), done.stderr
     for word in words:
         assert word in done.stderr
     assert not list(tmp_path.iterdir())
@@ -253,9 +253,9 @@ def test_a_file_system_that_fails_at_the_load_is_refused(
     said = done.stderr.splitlines()
     assert done.returncode == 1 and "Traceback" not in done.stderr
     if ranks == 1:
-        assert said == [f"ValueError: {reason}"]
+        assert said == [f"error: {reason}"]
     else:
-        assert said[0].startswith(first) and said[1] == "rank 0: ValueError: too few ranks"
+        assert said[0].startswith(first) and said[1] == "rank 0: error: too few ranks"
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_compile_without_a_compiler(model, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # without kernels compiled before
     done = pretrain_cold(*model, "--train-iters", 1, "--compile")  # torch reads CXX when it is imported
     assert done.returncode == 1
-    assert "ValueError: --compile: torch cannot compile here" in done.stderr and "drop --compile" in done.stderr
+    assert "error: --compile: torch cannot compile here" in done.stderr and "drop --compile" in done.stderr
 
 
 def test_mistyped_flag(model, refusal) -> None:
@@ -323,7 +323,7 @@ def test_masking_behind_documents(model, alone: Path, tmp_path: Path) -> None:
 
 def test_a_bare_command_asks_for_data_first(refusal) -> None:
     done = refusal("--num-layers", 1)
-    assert done.returncode == 1 and done.stderr.startswith("ValueError: --data-path is missing; "), done.stderr
+    assert done.returncode == 1 and done.stderr.startswith("error: --data-path is missing; "), done.stderr
     assert "--mock-data --vocab-size" in done.stderr and "--tokenizer" not in done.stderr
 
 
@@ -387,7 +387,7 @@ def test_a_rank_that_raises_ends_the_run(model, corpus: Path, tmp_path: Path) ->
     done = pretrain(*model, *flags, ranks=2)  # which waits for less than the time-out
     assert done.returncode != 0
     said = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
-    assert "ValueError: --data-path" in said[0] and "65535" in said[0]  # before anybody else's lament
+    assert "error: --data-path" in said[0] and "65535" in said[0]  # before anybody else's lament
     last = [line for line in said[1:] if not line.endswith("asking the others why")]
     assert all("stopping because another rank failed: rank" in line and "65535" in line for line in last)
 

@@ -279,7 +279,7 @@ def test_a_second_run_on_a_taken_port_says_so_and_disturbs_nobody(model: list[An
     running = start([[*model, *LASTING]] * 2, port)
     running[0].wait_for_iterations(1)
     second = start([[*model, *LASTING]] * 2, port)
-    assert f"ValueError: MASTER_PORT={port} is taken on this machine, perhaps by another run" in second[0].end()
+    assert f"error: MASTER_PORT={port} is taken on this machine, perhaps by another run" in second[0].end()
     assert "rank 1 has already joined at MASTER_ADDR=127.0.0.1" in second[1].end()
     running[0].wait_for_iterations(running[0].iterations + 2)
 
@@ -314,8 +314,8 @@ def test_ranks_with_different_flags_are_refused(name: str, model: list[Any], sta
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--load {0}/typo", "ValueError: --load {0}/typo: there is no such folder, only {0}; correct it"),
-        ("--exit-before-minutes 5", "ValueError: --exit-before-minutes 5: this is no SLURM job with a time limit"),
+        ("--load {0}/typo", "error: --load {0}/typo: there is no such folder, only {0}; correct it"),
+        ("--exit-before-minutes 5", "error: --exit-before-minutes 5: this is no SLURM job with a time limit"),
     ],
     ids=["load", "job"],
 )
@@ -373,7 +373,7 @@ def test_a_hang_says_who_is_where_and_ends_the_run(model: list[Any], start: Star
 
 def test_a_rank_that_hears_nothing_ends_when_another_fails(start: Start) -> None:
     """It waits as in a kernel of NCCL, and no launcher ends it. With rank 0 its store is gone."""
-    for failing, words in ((1, "rank 1: ValueError: --data-path: a bad token"), (0, "rank 0 is gone, and its store")):
+    for failing, words in ((1, "rank 1: error: --data-path: a bad token"), (0, "rank 0 is gone, and its store")):
         ranks = start([[failing]] * 2, program=("tests/end_to_end/deaf_rank.py",))
         said = ranks[1 - failing].end(1)
         assert f"rank {1 - failing}: stopping because another rank failed: " in said and "unwound" not in said

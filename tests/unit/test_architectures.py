@@ -96,7 +96,7 @@ def test_norms_over_all_heads_are_sharded_like_the_heads() -> None:
         ),
         (
             {"architecture": "llama", "num_query_groups": 4, "tensor_model_parallel_size": 6},
-            "--num-query-groups 4 and --tensor-model-parallel-size 6: .* use 1, 2, 3, 6, 12",
+            "--num-query-groups 4 and --tensor-model-parallel-size 6: .* use a --tensor-model-parallel-size of 1, 2, 4",
         ),
         ({"architecture": "llama", "hidden_size": 36}, "--hidden-size 36 / --num-attention-heads 12 = 3: .* even"),
     ],

@@ -261,7 +261,7 @@ def test_the_documented_refusal_is_raised() -> None:
     here = Machine(range(1), "cpu", None, Available(4 * 10**9, "of host memory"))
     with pytest.raises(ValueError) as refusal:
         check_memory(*resolve(parse(["--preset", "gpt2-1.5b"]), 1, 0, declare), 0, here)
-    assert f"```\nValueError: {refusal.value}\n```" in (ROOT / "docs" / "outputs.md").read_text()
+    assert f"```\nerror: {refusal.value}\n```" in (ROOT / "docs" / "outputs.md").read_text()
 
 
 def test_flags_that_are_refused_import_no_torch() -> None:
@@ -276,4 +276,4 @@ except SystemExit as stop:
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "1 ['tyro']\n", done.stderr
-    assert done.stderr.startswith("ValueError: --plan needs --device-type NAME, such as h100-80gb; ")
+    assert done.stderr.startswith("error: --plan needs --device-type NAME, such as h100-80gb; ")

@@ -7,15 +7,17 @@ import dataclasses
 import re
 import tomllib
 import typing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from data_tools import preprocess_data
 from megazero.config import presets as presets_module
 from megazero.config.cli import parse, read
 from megazero.config.flags import flags, to_toml, value_of, with_values
-from megazero.config.help import NORMAL
+from megazero.config.help import DEVICE_DEFAULTS, NORMAL
 from megazero.config.presets import read_preset
 from megazero.config.schema import Config, DataConfig
 from megazero.config.validate import check_device
@@ -113,7 +115,7 @@ def test_every_flag_is_parsed() -> None:
     for joined in (False, True):
         argv, expected = [], {}
         for flag, (_, kind, *_) in flags().items():
-            default = value_of(Config(), flag)
+            default = DEVICE_DEFAULTS.get(flag, value_of(Config(), flag))
             if typing.get_origin(kind) is Literal:
                 expected[flag] = next(choice for choice in typing.get_args(kind) if choice != default)
             elif kind is bool:
@@ -142,6 +144,7 @@ def test_the_last_flag_wins() -> None:
         (["--num-layer", "3"], "Perhaps you meant: --num-layers"),
         (["--tensor-paralel-size", "2"], "--tensor-model-parallel-size"),
         (["--bf17"], "Perhaps you meant: --bf16"),
+        (["--learing-rate", "3"], "Perhaps you meant: --lr, --learning_rate"),
         (["--xyzzy"], "--xyzzy: no such flag. --help-all lists"),
         (["--save"], "Missing value for argument '--save'"),
         (["stray"], "stray"),
@@ -169,11 +172,30 @@ def test_help_names_every_group_flag_and_default(capsys: pytest.CaptureFixture[s
     for flag in flags():
         entry = re.search(rf" --{flag}(, --no-{flag}| INT| FLOAT| STR| \[STR| \[INT| \{{)(.*)", text)
         assert entry, flag
-        default = value_of(Config(), flag)
+        default = DEVICE_DEFAULTS.get(flag, value_of(Config(), flag))
         shown = " ".join(default) if isinstance(default, tuple) else repr(default) if default == "" else str(default)
         described = entry[2].split("(default:")[1]  # the first default behind a flag is its own
         assert described.split(")")[0].strip() == shown, flag
     assert "--preset" in text and "--hf-config" in text
+
+
+def test_help_breaks_lines_at_its_width_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line but the last of a text is full: the first word of the next one would not fit."""
+    with pytest.raises(SystemExit):
+        parse(["--help-all"])
+    pretraining = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        preprocess_data.main(["--help"])
+    for text, indent in ((pretraining, 8), (capsys.readouterr().out, 23)):
+        boxed = [line.replace("│", " ").rstrip() for line in text.splitlines()]
+        paired = [
+            (a, b) for a, b in pairwise(boxed) if all(each[indent:] and each[:indent].isspace() for each in (a, b))
+        ]
+        assert len(paired) > 20
+        for line, after in paired:
+            assert len(line) + 1 + len(after.split()[0]) > 78, (line, after)  # the width of the text
+    assert "--precision {fp32,bf16,fp16,fp64}" in pretraining
+    assert "(default: fp32 on CPUs; on GPUs bf16, or fp16 if they lack bf16)" in unboxed(pretraining)
 
 
 def test_help_has_the_flags_of_a_normal_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -355,7 +377,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         2,
         9,
         "--adam-moments int8 with --tensor-model-parallel-size 2: it cuts the 11 blocks of 32 columns of "
-        r"blocks\.0\.mlp\.down\.weight, .* of 1, or --adam-moments fp32",
+        r"blocks\.0\.mlp\.down\.weight, which share an exponent; .* of 1, or --adam-moments fp32",
     ),
     (
         EXPERTS
@@ -364,7 +386,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         4,
         9,
         "--adam-moments bf16 with --expert-tensor-parallel-size 4: it cuts the 6 blocks of 32 columns of "
-        r"blocks\.0\.mlp\.experts\.down\.weight, .* of 1, 2, or",
+        r"blocks\.0\.mlp\.experts\.down\.weight, which are rounded together; .* of 1, 2, or",
     ),
     (
         {"adam_moments": "bf16", "hidden_size": 2**16, "ffn_hidden_size": 2**20, "num_attention_heads": 8},

@@ -31,8 +31,8 @@ def no_commits_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path, *inputs: object, prefix: str = "out/p", more: tuple[str, ...] = ()) -> Path:
     target = tmp_path / prefix
     names = [str(name) for name in inputs]
-    given = ["--input", *names, "--output-prefix", str(target), "--tokenizer", "byte", "--workers", "1", *more]
-    preprocess_data.main(given)
+    given = ["--input", *names, "--output-prefix", str(target), "--tokenizer", "byte", "--workers", "1"]
+    preprocess_data.main([*given, "--overwrite", *more])
     return target
 
 

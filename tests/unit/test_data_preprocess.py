@@ -1,5 +1,6 @@
 """preprocess_data.py inside this process: bytes, order, omissions, every refusal."""
 
+import contextlib
 import gzip
 import json
 import multiprocessing
@@ -47,6 +48,9 @@ def lines(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "a.jsonl", {"text": "ab"}, {"text": "", "id": 1}, {"text": "é"})
 
 
+RECORDED = "--tokenizer --json-keys --append-eod --dtype --dedup --partition --input-format".split()
+
+
 @pytest.mark.parametrize("eod", [True, False])
 def test_bytes_of_the_corpus(tmp_path: Path, lines: Path, eod: bool) -> None:
     prefix = run(tmp_path, lines, more=("--append-eod",) if eod else ())
@@ -54,6 +58,7 @@ def test_bytes_of_the_corpus(tmp_path: Path, lines: Path, eod: bool) -> None:
     assert Path(f"{prefix}_text_document.bin").read_bytes() == pack_tokens(8, sequences)
     assert Path(f"{prefix}_text_document.idx").read_bytes() == pack_index(8, [len(s) for s in sequences], [0, 1, 2])
     about = json.loads(Path(f"{prefix}_text_document.json").read_text())
+    assert set(about.pop("made_with")) == {"--input", *RECORDED}
     assert about.pop("checksum")["bin"] == [f"{zlib.crc32(pack_tokens(8, sequences)):08x}"]
     assert about == {
         "version": 1,
@@ -254,7 +259,10 @@ def test_arguments_are_checked_before_anything_is_written(tmp_path: Path, lines:
     link = tmp_path / "link.jsonl"
     os.symlink(lines, link)
     refused(f"--input {missing}: No such file", lines, missing)
-    refused(f"--input {odd}: unknown kind", odd)
+    refused(f"--input {odd}: unknown kind .*, for CSV, its folder: --input datasets:{tmp_path}$", odd)
+    (tmp_path / "tables").mkdir()
+    refused(f"a folder without a file .*, for CSV, --input datasets:{tmp_path}/tables$", tmp_path / "tables")
+    refused(r"--input \('a\\x00b',\): contains a null character", Path("a\0b"))
     refused(f"--input {link}: .* is the same file as {lines}", lines, link)
     refused("--workers -1: give 1 to", lines, more=("--workers", "-1"))
     refused("--workers 1000000000000: give 1 to", lines, more=("--workers", "1000000000000"))
@@ -273,13 +281,81 @@ def test_append_eod_needs_an_eod(tmp_path: Path, lines: Path) -> None:
         run(tmp_path, lines, more=more)
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_finished_corpus_is_not_replaced_by_another(tmp_path: Path, lines: Path) -> None:
+    other = write_jsonl(tmp_path / "b.jsonl", {"text": "another text"})
+    run(tmp_path, lines)
+    made = files_of(tmp_path / "out")
+    os.utime(lines, (0, 0))
+    run(tmp_path, lines)  # the same command
+    assert files_of(tmp_path / "out") == made
+    way_out = "; name another output, or add --overwrite to replace it$"
+    for inputs, more, names in (
+        ([other], (), "--input"),
+        ([lines, other], (), "--input"),
+        ([lines], ("--append-eod",), "--append-eod"),
+        ([lines], ("--dtype", "int32", "--dedup"), "--dtype, --dedup"),
+    ):
+        with pytest.raises(ValueError, match=f"_text_document.idx exists, and it was made with other {names}{way_out}"):
+            run(tmp_path, *inputs, more=more)
+        assert files_of(tmp_path / "out") == made
+    with pytest.raises(ValueError, match="no document has any text"):  # another corpus, whose files do not exist
+        run(tmp_path, write_jsonl(tmp_path / "c.jsonl", {"body": ""}), more=("--json-keys", "body"))
+    run(tmp_path, other, more=("--overwrite",))
+    assert files_of(tmp_path / "out").keys() == made.keys() and files_of(tmp_path / "out") != made
+    (tmp_path / "out" / "p_text_document.json").unlink()  # as of Megatron-LM
+    with pytest.raises(ValueError, match=f"idx exists, and there is no record of the options that made it{way_out}"):
+        run(tmp_path, other)
+
+
+def test_text_from_a_pipe_is_never_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(2):
+        reader, writer = os.pipe()
+        os.write(writer, b'{"text": "ab"}\n')
+        os.close(writer)
+        with os.fdopen(reader, encoding="utf-8") as text:
+            monkeypatch.setattr("sys.stdin", text)
+            given = ["--input", "-", "--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte"]
+            with pytest.raises(ValueError, match="made with other --input;") if number else contextlib.nullcontext():
+                preprocess_data.main([*given, "--workers", "1"])
+
+
+def test_a_finished_tokenizer_is_not_replaced_by_another(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"some words {k} and more words"} for k in range(300)))
+
+    def train(size: int, *more: str) -> dict[str, bytes]:
+        given = ["--input", str(path), "--output", str(tmp_path / "t"), "--vocab-size", str(size), *more]
+        train_tokenizer.main(given)
+        return files_of(tmp_path / "t")
+
+    made = train(280)
+    assert train(280) == made
+    refusals = {
+        (281,): "tokenizer.json exists, and it was made with other --vocab-size;",
+        (300, "--model", "sentencepiece"): "tokenizer.json exists, .* other --vocab-size, --model;",
+    }
+    for given, words in refusals.items():
+        with pytest.raises(ValueError, match=rf"^--output {tmp_path}/t: .*{words} .* add --overwrite"):
+            train(*given)
+        assert files_of(tmp_path / "t") == made
+    assert train(281, "--overwrite") != made
+    assert set(train(300, "--model", "sentencepiece", "--overwrite")) >= {"tokenizer.model", "made_with.json"}
+    assert not (tmp_path / "t" / "tokenizer.json").exists()
+    (tmp_path / "t" / "made_with.json").unlink()
+    with pytest.raises(ValueError, match=r"tokenizer.model exists, and there is no record"):
+        train(280)
+
+
 def test_trained_tokenizer_is_deterministic_and_checked(tmp_path: Path, capsys) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", *({"text": f"some words {k} and more words"} for k in range(300)))
     for name in "ab":
         arguments = ["--input", str(path), "--output", str(tmp_path / name), "--vocab-size", "280"]
         train_tokenizer.main(arguments)
     assert f"{tmp_path}/b: 280 tokens" in capsys.readouterr().out
-    names = ["tokenizer.json", "tokenizer_config.json"]
+    names = ["made_with.json", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(file.name for file in (tmp_path / "a").iterdir()) == names
     assert all((tmp_path / "a" / n).read_bytes() == (tmp_path / "b" / n).read_bytes() for n in names)
     with pytest.raises(ValueError, match=r"--vocab-size 256: .*give 257 or more"):
@@ -302,6 +378,8 @@ def test_each_tool_names_the_next_command(tmp_path: Path, lines: Path, capsys: p
     preprocess_data.main([prefix if word == "PREFIX" else word for word in words])
     said = capsys.readouterr().out
     assert "a corpus_text_document: 2 documents, " in said and "; 1 empty document left out" in said
+    run(tmp_path, write_jsonl(tmp_path / "full.jsonl", {"text": "a"}), prefix="full")
+    assert "full_text_document: 1 document, 1 token, uint16\n" in capsys.readouterr().out
     (corpus,) = parse(next_command(said)).data.data_path
     assert IndexedDataset(corpus).num_documents == 2
     whole = Path(f"{corpus}.bin").read_bytes()

@@ -253,6 +253,7 @@ REFUSED = [
     ("--num_train_epochs 3", "--train-iters: epochs x tokens"),
     ("--report_to wandb", "needs --wandb-project"),
     ("--deepspeed_config missing.json", "missing.json cannot be read"),
+    ("--deepspeed a\0b", "--deepspeed 'a\\x00b': contains a null character; remove it"),
     ("--precision fp8-hybrid", "--precision fp8-hybrid: there is nothing smaller than bf16 and fp16"),
     ("--torch_dtype auto", "--torch_dtype auto: there are bf16, fp16, fp32 and fp64; name one"),
     ("--lr-decay-style polynomial", "--lr-decay-style polynomial: --lr-decay-style linear with --min-lr"),

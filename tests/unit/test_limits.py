@@ -209,7 +209,7 @@ def test_the_program_refuses_in_one_line_and_with_exit_code_1() -> None:
     """A user sees no traceback, and nothing on the other stream."""
     done = warm("pretrain_gpt.py", "--vocab-size", 9, "--num-layers", 0)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
-    assert done.stderr.startswith("ValueError: --num-layers 0: "), done.stderr
+    assert done.stderr.startswith("error: --num-layers 0: "), done.stderr
 
 
 def test_limited_work_sees_an_endless_loop() -> None:

@@ -312,7 +312,9 @@ def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_weights_and_biases_works_offline_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_works_offline_without_an_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two starts of a run are one run there, with a name, groups of options, and a line per iteration."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
@@ -333,6 +335,9 @@ def test_weights_and_biases_works_offline_without_an_account(tmp_path: Path, mon
         for i in (start + 1, start + 2):
             writer.write(record(i, samples=[{"prompt": "To be", "text": " or not"}]))
         writer.close()
+        sync = "wandb sync --append" if start else "wandb sync"
+        said = f"wandb     offline, without an account; to upload it: {sync} {folder}/wandb/offline-run-"
+        assert said in capsys.readouterr().out
     assert ids[0] == ids[1] == (folder / "wandb-run-id").read_text().strip()
     runs = list((folder / "wandb").glob(f"offline-run-*/run-{ids[0]}.wandb"))
     assert len(runs) == 2  # `wandb sync --append` joins them

@@ -17,7 +17,7 @@ from megazero.observe.loggers import MetricsFile
 from megazero.observe.pauses import Pauses
 from megazero.observe.report.lost_time import goodput_line, spent
 from megazero.observe.report.page import page
-from megazero.observe.report.runs import read_run
+from megazero.observe.report.runs import axis_values, read_run
 from megazero.observe.start_clock import Lost, StartClock, process_start
 
 
@@ -28,10 +28,10 @@ def start(at: float, iteration: int, **seconds: float) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, events: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
-    """records: of iterations 1, 2, ..."""
+def write(folder: Path, events: list[dict[str, Any]], records: list[dict[str, Any]], first: int = 1) -> None:
+    """records: of iterations `first` and later."""
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    lines = [{"iteration": n, "loss": 2.0, **each} for n, each in enumerate(records, start=1)]
+    lines = [{"iteration": n, "loss": 2.0, **each} for n, each in enumerate(records, start=first)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -73,10 +73,33 @@ def test_each_second_has_one_cause(tmp_path: Path) -> None:
 def test_a_run_without_an_end_lasts_to_its_last_record(tmp_path: Path) -> None:
     records = [{"step_seconds": 40.0, "at": 1041.0}, {"step_seconds": 45.0, "at": 1090.0}]
     write(tmp_path, [start(1000.0, 0, process=10.0)], records)
+    assert goodput_line(read_run(tmp_path)) == ""  # shorter than an hour, and nothing was lost
     found = spent(read_run(tmp_path))
     assert (found["steps that are kept"], found["start: process"]) == (85.0, 10.0)
     assert sum(found.values()) == 100.0
     assert "Resumes" not in page(read_run(tmp_path))
+
+
+def test_an_hour_without_a_loss_has_a_goodput(tmp_path: Path) -> None:
+    for seconds, words in ((3589.0, ""), (3591.0, "99.7% of 1:00:01 in steps that are kept")):
+        write(tmp_path, [start(1000.0, 0, process=10.0)], [{"step_seconds": seconds, "at": 1000.0 + seconds}])
+        assert goodput_line(read_run(tmp_path)) == words
+
+
+def test_a_log_may_begin_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    """A resume at iteration 1,000 with a --log-dir of its own: nothing is counted for the iterations before it."""
+    records = [{"step_seconds": 40.0, "tokens_per_second": 2.0, "at": 1040.0 + 40 * n} for n in range(3)]
+    write(tmp_path, [start(1000.0, 1000, process=10.0)], records, first=1001)
+    run = read_run(tmp_path)
+    assert run.records[0]["iteration"] == 1001
+    assert axis_values(run, "tokens").tolist() == [80.0, 160.0, 240.0]
+    assert (3600 * axis_values(run, "hours")).round(9).tolist() == [40.0, 80.0, 120.0]
+    assert spent(run) | {"all else": 0.0} == dict.fromkeys(spent(run), 0.0) | {
+        "steps that are kept": 120.0,
+        "start: process": 10.0,
+    }
+    shown = page(run)
+    assert "1,003" in shown and "92.3%" in shown
 
 
 def test_folders_of_older_versions_have_no_causes(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint.folders import PARTIAL
+from megazero.checkpoint.in_memory import run_folder
 from megazero.checkpoint.locking import SaveLock
 from megazero.comm.launch.world import STARTED
 from megazero.config.cli import parse
@@ -30,8 +31,10 @@ from megazero.data.corpora import parse_data_path
 from megazero.data.fingerprint import fingerprint
 from megazero.data.writer import IndexedWriter
 from megazero.run.changes import changed_options
+from megazero.run.exports import guard_exports
 from megazero.run.resume import check_data, find_checkpoint, takes_memory
 from megazero.run.run_state import RunState, is_hugging_face
+from megazero.run.stopping import stopped_words
 from megazero.zero.shards import LocalShard
 
 STATE = RunState(1, 8, 1, None, asdict(ModelConfig()), {}, {}, run="ours")
@@ -84,6 +87,37 @@ def test_saving_into_a_new_folder_or_the_loaded_one_is_not(tmp_path: Path) -> No
     for load, where in ((ours, ours), (mine, ours), (ours, tmp_path / "link"), (ours, tmp_path / "empty")):
         assert find_checkpoint(config(load=load, save=where)).resolve() == mine
     assert find_checkpoint(config(load=tmp_path / "new", save=tmp_path / "new")) is None
+
+
+def test_a_folder_is_itself_in_every_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume may spell --save and --load differently; the run is the same."""
+    ours = tmp_path / "runs" / "ours"
+    mine = save(ours, 1)
+    (tmp_path / "link").symlink_to(ours)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "link").symlink_to(tmp_path / "runs")
+    (tmp_path / "exports" / "iter_0000001").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "deep")
+    beside = tmp_path / "runs" / "ours2"
+    beside.mkdir()
+    exports = str(tmp_path / "exports")
+    spellings = [
+        str(ours), f"{ours}/", f"{ours}//", f"{ours}/.", f"{ours}/../ours", "../runs/ours", "./link/ours",
+        f"{tmp_path}/link/", "link/../runs/ours",
+    ]  # fmt: skip
+    for where in spellings:
+        for load in (str(ours), f"{mine}/", "link/ours"):
+            options = CheckpointConfig(load=load, save=where, save_hf=exports, memory_checkpoint_interval=1)
+            same = replace(Config(), checkpoint=options)
+            found = find_checkpoint(same)
+            assert found is not None and found.resolve() == mine, (load, where)
+            guard_exports(options, found)
+            if not load.endswith("1/"):
+                assert takes_memory(same), (load, where)
+                assert stopped_words(1, "SIGINT", options).endswith("; the same command resumes it")
+        assert run_folder("", where) == run_folder("", str(ours)) != run_folder("", str(beside)), where
+        with pytest.raises(ValueError, match="is the folder of --save"):
+            check_values(replace(Config(), checkpoint=CheckpointConfig(save=where, save_hf="link/ours/")))
 
 
 def test_a_load_that_is_not_there_is_refused_unless_it_is_save_too(tmp_path: Path) -> None:

@@ -68,7 +68,10 @@ def test_space_is_checked_before_a_run_starts(tmp_path: Path) -> None:
     assert found.files is not None and found.files.num_bytes > 1 << 20
     needed = 2 * estimate(config, layout).memory["nvme"]
     check_memory(config, layout, 0, found._replace(files=found.files._replace(num_bytes=needed)))
-    with pytest.raises(ValueError, match=rf"^--optimizer-nvme-offload: .* and [0-9.]+ MB free in {tmp_path}; "):
+    with pytest.raises(
+        ValueError,
+        match=rf"^--optimizer-nvme-offload: .* and [0-9.]+ MB free in {tmp_path}; free some space there, name",
+    ):
         check_memory(config, layout, 0, found._replace(files=found.files._replace(num_bytes=needed - 1)))
     with pytest.raises(ValueError, match=r"^--optimizer-nvme-offload /nowhere: .*No such file or directory"):
         machine(launch.World(0, 2, 0, "torchrun"), torch.device("cpu"), "/nowhere")

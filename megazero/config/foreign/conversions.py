@@ -14,14 +14,21 @@ from pathlib import PurePath
 from megazero.config.architectures import ARCHITECTURES, LLAMA
 from megazero.config.flags import flags
 from megazero.config.foreign.flag import FALSE, ForeignFlag, Refused, layer_letters, number
+from megazero.config.foreign.table import Foreign, kebab
 from megazero.config.limits import MOST_LAYERS, MOST_MINUTES, is_number
 
 
-def hint(name: str, others: Iterable[str] = ()) -> str:
-    """Return the flags of ours, or of `others` as they are spelled, that resemble `name`; empty if none does."""
-    spelled = {flag.replace("_", "-"): f"--{flag}" for flag in (*flags(), *others)}
-    close = difflib.get_close_matches(name, spelled, n=3, cutoff=0.6)
-    return ", ".join(spelled[flag] for flag in close)
+def hint(name: str, others: Iterable[Foreign] = ()) -> str:
+    """Return the flags of ours, or of `others` as they are spelled, that resemble `name`; empty if none does.
+
+    A flag of another system that is only a name of one of ours follows ours.
+    """
+    spelled = {flag: (f"--{flag}",) for flag in flags()}
+    for entry in others:
+        ours = (f"--{entry.argument}",) if entry.by == "rename" else ()
+        spelled.setdefault(kebab(entry.name), (*ours, f"--{entry.name}"))
+    close = [found for flag in difflib.get_close_matches(name, spelled, n=3, cutoff=0.6) for found in spelled[flag]]
+    return ", ".join(dict.fromkeys(close))
 
 
 # -- the sections of the tables

@@ -11,7 +11,7 @@ from megazero.config.foreign.conversions import CONVERSIONS, ORDER, hint
 from megazero.config.foreign.flag import FALSE, TRUE, ForeignFlag, Refused
 from megazero.config.foreign.table import FLAGS, find_entry, kebab, read_table, read_values
 from megazero.config.foreign.values import spell, translate_value
-from megazero.config.limits import shorten
+from megazero.config.limits import check_text, shorten
 from megazero.files import read_json_object
 
 OWN_WORDS = ("preset", "hf-config", "help")  # flags of the parser, not of the configuration
@@ -167,7 +167,7 @@ def _own(item: Item) -> list[Item]:
 def _unknown(item: Item) -> Answer:
     if item.name.startswith("file."):
         return Answer(item, (), "it has no equal here; drop it")
-    close = hint(item.name, (entry.name for table in FLAGS for entry in read_table(table) if "*" not in entry.name))
+    close = hint(item.name, (entry for table in FLAGS for entry in read_table(table) if "*" not in entry.name))
     found = f"Perhaps you meant: {close}" if close else "--help-all lists ours, docs/results/flags.md others"
     return Answer(item, (), f"no such flag. {found}", unknown=True)
 
@@ -199,8 +199,10 @@ def _file_keys(item: Item) -> list[Item]:
 
     Left out are keys with the value "auto", which the command line decides; comments; and disabled sections.
     """
+    path = " ".join(item.values)
+    check_text(item.name, path, is_path=True)
     try:
-        leaves = _flatten(read_json_object(" ".join(item.values)))
+        leaves = _flatten(read_json_object(path))
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: hundreds of levels deep
         raise ValueError(f"{item} cannot be read: {error}") from None
     disabled = tuple(

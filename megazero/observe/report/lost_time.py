@@ -6,6 +6,7 @@ from megazero.observe.pauses import PAUSES
 from megazero.observe.report.runs import Run, axis_values
 from megazero.units import duration
 
+SHORT_SECONDS = 3600
 KEPT, AGAIN, DOWN, OTHER = "steps that are kept", "steps computed again", "no process", "all else"
 
 
@@ -30,10 +31,13 @@ def spent(run: Run) -> dict[str, float]:
 
 
 def goodput_line(run: Run) -> str:
-    """Return the share of time in steps that are kept, and the causes of the rest that take a hundredth of it."""
+    """Return the share of time in steps that are kept, and the causes of the rest that take a hundredth of it.
+
+    Empty for a run of less than an hour that computed no step again: its start alone would decide the share.
+    """
     found = spent(run)
     total = sum(found.values())
-    if not total:
+    if not found or (total < SHORT_SECONDS and not found[AGAIN]):
         return ""
     causes = {cause: seconds for cause, seconds in found.items() if cause != KEPT and not cause.startswith("start: ")}
     causes = {"starts": sum(found.values()) - sum(causes.values()) - found[KEPT]} | causes

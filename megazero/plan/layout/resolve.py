@@ -99,9 +99,10 @@ def _check_blocks(config: Config, layout: Layout, declare: Declare) -> None:
         blocks = spec.shape[-1] // BLOCK
         flag = "tensor-model-parallel-size" if axis == "tp" else "expert-tensor-parallel-size"
         sizes = ", ".join(str(n) for n in divisors(layout.sizes[axis]) if blocks % n == 0)
+        shared = "share an exponent" if config.optimizer.adam_moments == "int8" else "are rounded together"
         raise ValueError(
             f"{moments} with --{flag} {layout.sizes[axis]}: it cuts the {blocks} blocks of {BLOCK} columns of "
-            f"{spec.name}, which have a common exponent; use a --{flag} of {sizes}, or --adam-moments fp32"
+            f"{spec.name}, which {shared}; use a --{flag} of {sizes}, or --adam-moments fp32"
         )
 
 

@@ -42,6 +42,8 @@ class Needs(NamedTuple):
         return sum(self.device.values())
 
 
+FULL_FOLDER = "--optimizer-nvme-offload"  # begins the message if the folder has too little space
+
 Fits = Callable[[Config, Layout], bool]
 
 
@@ -52,6 +54,8 @@ def check_memory(config: Config, layout: Layout, rank: int, machine: Machine) ->
         ValueError: with the bytes needed, the bytes available, and flags that make it fit.
     """
     problem = _problem(config, layout, rank, machine)
+    if problem.startswith(FULL_FOLDER):
+        raise ValueError(f"{problem}; free some space there, name another folder, or use more nodes")
     if problem:
         raise ValueError(f"{problem}; {_way_out(config, layout, rank, machine)}")
 
@@ -108,7 +112,7 @@ def _shortage(config: Config, layout: Layout, rank: int, machine: Machine, count
     in_files = sum(needs[stage].files for stage in stages)
     if machine.files is not None and in_files > machine.files.num_bytes:
         needed = f"the ranks of this node need {size(in_files)} for optimizer states"
-        return f"--optimizer-nvme-offload: {needed}, and {_amount(machine.files)}"
+        return f"{FULL_FOLDER}: {needed}, and {_amount(machine.files)}"
     if machine.host is None:
         return ""
     total = sum(needs[stage].host + (needs[stage].total if on_cpu else 0) for stage in stages)
