@@ -75,9 +75,9 @@ def _refuse_missing(load: str) -> NoReturn:
     """Refuse a --load that is not --save and has nothing to load."""
     if Path(load).exists():
         raise ValueError(
-            f"--load {load} has nothing to load, neither a checkpoint nor config.json, only {_found(Path(load))}; name "
-            "the --save folder of a run or a Hugging Face folder, give the same folder as --save to start a new run "
-            "there, or leave out --load to start from random weights"
+            f"--load {load} has nothing to load, neither a checkpoint nor a config.json that can be read. It holds "
+            f"{_found(Path(load))}. Name the --save folder of a run or a Hugging Face folder, give the same "
+            "folder as --save to start a new run there, or leave out --load to start from random weights"
         )
     there = next(str(folder) for folder in Path(load).absolute().parents if folder.is_dir())
     raise ValueError(
@@ -90,7 +90,7 @@ def _found(folder: Path) -> str:
     """Return some names in a folder, links without a target first."""
     entries = sorted(folder.iterdir(), key=lambda path: (path.exists(), path.name))
     shown = [path.name if path.exists() else f"{path.name}, a link to a missing file" for path in entries[:4]]
-    return "; ".join(shown) + ("; ..." if len(entries) > 4 else "") or "an empty folder"
+    return "; ".join(shown) + ("; ..." if len(entries) > 4 else "") or "nothing"
 
 
 def takes_memory(config: Config) -> bool:

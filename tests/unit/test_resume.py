@@ -98,21 +98,21 @@ def test_a_load_that_is_not_there_is_refused_unless_it_is_save_too(tmp_path: Pat
 
 def test_a_folder_with_nothing_to_load_is_refused(tmp_path: Path) -> None:
     """Such as a hub cache whose blobs are gone: its config.json is a link to a missing file."""
-    folder, where = tmp_path / "theirs", rf"--load {tmp_path}/theirs has nothing to load, neither .*, only "
+    folder, where = tmp_path / "theirs", rf"--load {tmp_path}/theirs has nothing to load, neither .*\. It holds "
     folder.mkdir()
-    with pytest.raises(ValueError, match=where + "an empty folder; name .* or leave out --load"):
+    with pytest.raises(ValueError, match=where + r"nothing\. Name .* or leave out --load"):
         find_checkpoint(config(load=folder))
     for name in ("README.md", "tokenizer.json"):
         (folder / name).touch()
     (folder / "config.json").symlink_to(tmp_path / "blobs" / "1234")
     for save in ("", tmp_path / "run"):
         with pytest.raises(
-            ValueError, match=where + "config.json, a link to a missing file; README.md; tokenizer.json;"
+            ValueError, match=where + "config.json, a link to a missing file; README.md; tokenizer.json[.]"
         ):
             find_checkpoint(config(load=folder, save=save))
     (folder / "more").touch()
     (folder / "most").touch()
-    with pytest.raises(ValueError, match=r"README\.md; more; most; \.\.\.; name"):
+    with pytest.raises(ValueError, match=r"README\.md; more; most; \.\.\.\. Name"):
         find_checkpoint(config(load=folder))
 
 
