@@ -253,7 +253,7 @@ def import_checkpoint(options: Import) -> int:
     from megazero.huggingface.export import shapes_of
     from megazero.huggingface.importing import import_model
 
-    _, model = read_config(options.folder)
+    model = read_config(options.folder).model
     total = BYTES["fp32"] * sum(prod(shape) for shape in shapes_of(model).values())
     with progress_bar("importing", total) as bar:
         has_tokenizer = import_model(options.folder, options.output, lambda n: bar.advance(n, n))

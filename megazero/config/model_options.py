@@ -78,6 +78,9 @@ class ModelConfig:
     rope_trained_length: Annotated[int, Bounds(1, 2**24, "no published model was trained on a longer context")] = 8192
     """Context length before --rope-scaling-factor. llama3 and yarn stretch the wavelengths that are long compared with
     it. Not for gpt2."""
+    max_position_embeddings: Annotated[int, Bounds(0, 2**24, "attention over more tokens is not feasible")] = 0
+    """Context length of the model's exports to Hugging Face, if positions are rotary and it is more than --seq-length.
+    It changes no result. 0: --seq-length. --hf-config and a Hugging Face folder as --load set it to theirs."""
     rotary_percent: Annotated[float, Bounds(0, 1, "a head has no more dims", least_open=True)] = 1.0
     """Share of each head that is rotated: its first dims, rounded down. Pythia has 0.25. Not for gpt2."""
     rotary_interleaved: bool = False
@@ -198,6 +201,11 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Width of an attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def max_positions(self) -> int:
+        """Longest context of the model, as its exports have it."""
+        return max(self.seq_length, self.max_position_embeddings)
 
     @property
     def rotary_dim(self) -> int:

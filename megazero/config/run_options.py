@@ -85,8 +85,8 @@ class CheckpointConfig:
     Empty: nothing is saved."""
     load: str = ""
     """Folder of checkpoints, or one of its iter_NNNNNNN. In a folder, the newest whole checkpoint is loaded, and
-    damaged ones are skipped with a warning. If it has no checkpoints, the run starts from the beginning. A missing
-    folder is an error, unless it is the folder of --save."""
+    damaged ones are skipped with a warning. A folder that is missing, or has nothing to load, is an error, unless it
+    is the folder of --save: then the run starts from the beginning."""
     finetune: bool = False
     """Load only weights. Optimizer, schedule and data start from the beginning, at iteration 0."""
     load_exact: bool = False

@@ -136,6 +136,12 @@ def _check_architecture(model: ModelConfig) -> None:
             raise ValueError(
                 f"--architecture {model.architecture} has no {as_flag(name, value)}; use one of {others}, or drop it"
             )
+    positions = model.max_position_embeddings
+    if ARCHITECTURES[model.architecture].learned_positions and positions not in (0, model.seq_length):
+        raise ValueError(
+            f"--max-position-embeddings {positions} is not --seq-length {model.seq_length}, and each token of a sample "
+            "has a learned position; give both the same value"
+        )
     _check_layer_pattern(model)
     heads, groups = model.num_attention_heads, model.query_groups
     if heads % groups:

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 Tensors = Sequence[torch.Tensor]
 Options = dict[str, Any]
 
-OUTPUT = "lm_head.weight"  # files of a tied model may hold it
-# Fields of ModelConfig whose default 0 stands for the value of a property.
+OUTPUT = "lm_head.weight"
+TABLE, HEAD = "token_embedding.weight", "head.output.weight"  # of ours; one weight if embeddings are tied
+# Fields of ModelConfig whose value theirs has from a property: most have a default 0 that stands for it.
 RESOLVED = {"ffn_hidden_size": "ffn_size", "num_query_groups": "query_groups", "moe_ffn_hidden_size": "expert_size"}
+RESOLVED |= {"seq_length": "max_positions"}
 # Fields that change no result of a trained model.
-OF_TRAINING = {"architecture", "hidden_dropout", "attention_dropout", "init_method_std"}
+OF_TRAINING = {"architecture", "hidden_dropout", "attention_dropout", "init_method_std", "max_position_embeddings"}
 OF_TRAINING |= {"moe_aux_loss_coeff", "moe_z_loss_coeff"}
 
 
@@ -124,7 +126,9 @@ def canonical(model: ModelConfig) -> ModelConfig:
     """Return the model with defaults for widths and groups that are the usual ones, and for experts without effect."""
     usual = model.hidden_size // model.num_attention_heads
     heads = 0 if model.head_dim == usual else model.head_dim
-    model = replace(model, kv_channels=heads, num_query_groups=model.query_groups % model.num_attention_heads)
+    positions = 0 if model.max_positions == model.seq_length else model.max_positions
+    groups = model.query_groups % model.num_attention_heads
+    model = replace(model, kv_channels=heads, num_query_groups=groups, max_position_embeddings=positions)
     return replace(model, **_canonical_experts(model))
 
 
@@ -184,6 +188,7 @@ class HuggingFaceModel:
         needed: fields of ModelConfig -> the value that all its models have.
         kinds: letters of --layer-pattern that its layers can have.
         buffers: ends of names in old files that are not weights.
+        ignored: fields of their configuration that their model does not use.
     """
 
     model_type: str
@@ -197,6 +202,7 @@ class HuggingFaceModel:
     needed: Options
     kinds: str = "G"
     buffers: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def names(self, ours: str, model: ModelConfig, held: Container[str] = ()) -> list[TensorNames]:
         """Return the rows of one of our tensors, of its block: one, or one for each expert.
@@ -209,6 +215,10 @@ class HuggingFaceModel:
             row.numbered(number[1] if number else "", model.num_experts) for row in self.tensors if general in row.ours
         ]
         return next((rows for rows in found if any(name in held for row in rows for name in row.theirs)), found[0])
+
+    def head_names(self) -> list[str]:
+        """Return the names under which files can hold the output head."""
+        return [row.theirs[0] for row in self.tensors if HEAD in row.ours]
 
     def split(self, ours: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
         """Return all of our tensors, or gradients of them, under their names and in their shapes."""
@@ -264,6 +274,8 @@ class HuggingFaceModel:
         ours = {ours: getattr(config, theirs) for ours, theirs in self.options.items()}
         ours = {name: float(v) if isinstance(getattr(ModelConfig, name), float) else v for name, v in ours.items()}
         ours |= {"architecture": self.architecture, "untie_embeddings": not config.tie_word_embeddings} | self.needed
+        if not ARCHITECTURES[self.architecture].learned_positions:
+            ours["max_position_embeddings"] = ours["seq_length"]  # --seq-length does not change it
         for conversion in self.conversions:
             ours |= conversion.to_ours(config)
         return ours

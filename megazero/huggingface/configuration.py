@@ -7,14 +7,16 @@ is another without the key, or with 1 as its number: `rope_theta` of old files b
 may have the default value. Then the file is parsed again with the keys that are read alone. An attribute that differs
 between both is one that the file sets away from its default, and that nothing of ours computes: it is refused, unless
 no computation depends on it (`HARMLESS`). So a row needs no list of the keys that it does not support, and a key that a
-later transformers adds is refused too.
+later transformers adds is refused too. Keys that transformers' model ignores although its class has them are ignored,
+and reported: IGNORED, and `HuggingFaceModel.ignored`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import hub_hint
@@ -48,12 +50,27 @@ HARMLESS = frozenset(
 )  # pretraining_tp cuts products in parts; n_ctx repeats n_positions; the next three act through layer_types or
 # no_rope_layers alone, and original_max_position_embeddings through rope_parameters. The last two ask for a loss that
 # balances experts, which is a choice of training: --moe-aux-loss-coeff, of a loss that differs (docs/experts.md).
-# Keys that ask for other weights, code of their own, or layers that differ.
-NEVER = ("quantization_config", "auto_map", "per_layer_config")
+ADD = "it changes the model; docs/extending.md shows how to add a part of a model"
+# Keys that ask for other weights, or layers that differ -> the way out.
+NEVER = {"quantization_config": "train the model that has not been quantised", "per_layer_config": ADD}
+# Code of a model's own: from_pretrained runs it with trust_remote_code alone.
+IGNORED = ("auto_map",)
 # Keys that no class reads any more, with the values that ask for nothing. Gemma's activation is hidden_activation.
 WITHOUT_EFFECT: Mapping[str, Any] = {
     **{"rope_interleaved": False, "rotary": True, "tie_encoder_decoder": False, "use_mrope": False},
     "hidden_act": "gelu_pytorch_tanh",
+}
+
+# Models that are refused -> the part that no layer here computes.
+LACKING = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3"), "multi-head latent attention"),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "state-space layers"),
+    **dict.fromkeys(("jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"), "state-space layers"),
+    **dict.fromkeys(("bert", "roberta", "modernbert"), "attention to later tokens"),
+    **dict.fromkeys(("t5", "mt5", "bart"), "an encoder"),
+    **dict.fromkeys(("bloom", "mpt"), "ALiBi positions"),
+    **dict.fromkeys(("qwen3_next", "rwkv"), "linear attention"),
+    **{"gpt_oss": "attention sinks", "llama4_text": "attention in chunks"},
 }
 
 
@@ -73,7 +90,19 @@ def config_file(path: Path) -> Path:
     return path / CONFIG if path.is_dir() else path
 
 
-def read_config(path: Path, flag: str = "--from hf") -> tuple[HuggingFaceModel, ModelConfig]:
+class ReadConfig(NamedTuple):
+    """A config.json, read.
+
+    Attributes:
+        notes: lines that report keys without effect.
+    """
+
+    architecture: HuggingFaceModel
+    model: ModelConfig
+    notes: list[str]
+
+
+def read_config(path: Path, flag: str = "--from hf") -> ReadConfig:
     """Return the model that a config.json describes.
 
     Args:
@@ -94,22 +123,48 @@ def read_config(path: Path, flag: str = "--from hf") -> tuple[HuggingFaceModel, 
         raise ValueError(f"{where}: {explain(error)}") from None
     model_type = str(keys.get("model_type"))
     if model_type not in MODELS:
-        raise ValueError(f"{where}: its model_type is {model_type[:80]!r}; known are {', '.join(MODELS)}")
-    classes = load_optional("transformers", where).CONFIG_MAPPING
+        raise ValueError(f"{where}: {_unknown(model_type, keys)}")
+    architecture, classes = MODELS[model_type], load_optional("transformers", where).CONFIG_MAPPING
     try:
-        return MODELS[model_type], _converted(MODELS[model_type], classes[model_type], keys)
+        model = _converted(architecture, classes[model_type], keys)
     except Exception as error:  # transformers' checks raise classes of several libraries
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{where}: {reason}") from (None if isinstance(error, ValueError) else error)
+    ignored = [key for key in (*IGNORED, *architecture.ignored) if keys.get(key)]
+    notes = [f"{file} has {key} {_shown(keys[key])}; transformers' {architecture.model_class} ignores it, and so does "
+             "this version" for key in ignored]  # fmt: skip
+    return ReadConfig(architecture, model, notes)
+
+
+def _unknown(model_type: str, keys: Mapping[str, Any]) -> str:
+    """Return the reason for which a model is refused, and the way out."""
+    text = keys.get("text_config")
+    if isinstance(text, dict) and text.get("model_type") in MODELS:
+        return (
+            f"its model_type is {model_type[:80]!r}, which reads more than text; its text_config is a "
+            f"{text['model_type']}, which --hf-config takes as a {CONFIG} of its own"
+        )
+    lacking = f", which has {LACKING[model_type]}" if model_type in LACKING else ""
+    return (
+        f"its model_type is {model_type[:80]!r}{lacking}; known are {', '.join(MODELS)}, and docs/extending.md "
+        "shows how to add an architecture"
+    )
 
 
 def _converted(architecture: HuggingFaceModel, parser: type[PreTrainedConfig], keys: Mapping[str, Any]) -> ModelConfig:
     """Convert the keys of a config.json. ValueError if they ask for a computation that is not ours."""
-    _refuse({key: keys[key] for key in NEVER if keys.get(key)})
-    whole, read = parser.from_dict(dict(keys)), set[str]()
+    for key in filter(keys.get, NEVER):
+        _refuse({key: keys[key]}, NEVER[key])
+    keys = {key: value for key, value in keys.items() if key not in (*IGNORED, *architecture.ignored)}
+    whole, read = _parsed(parser, keys), set[str]()
     model = ModelConfig(**architecture.from_config(_Recorded(whole, read)))  # type: ignore[arg-type]
     _refuse_unread(parser, keys, whole, read)
     return model
+
+
+def _parsed(parser: type[PreTrainedConfig], keys: Mapping[str, Any]) -> PreTrainedConfig:
+    """Parse keys. transformers writes into the values that it is given (rope_theta into rope_scaling): hence a copy."""
+    return parser.from_dict(copy.deepcopy(dict(keys)))
 
 
 def _refuse_unread(
@@ -121,7 +176,7 @@ def _refuse_unread(
         return [name for name in sorted(names) if getattr(whole, name, None) != getattr(other, name, None)]
 
     def parsed(left: set[str], **others: Any) -> PreTrainedConfig:
-        return parser.from_dict({key: value for key, value in keys.items() if key not in left} | others)
+        return _parsed(parser, {key: value for key, value in keys.items() if key not in left} | others)
 
     def is_read(key: str) -> bool:
         value = keys[key]
@@ -133,16 +188,19 @@ def _refuse_unread(
     known = {name for name in vars(whole) if not name.startswith("_")} - HARMLESS - read
     faults = dict.fromkeys(differing(parsed(unread), known))
     faults |= dict.fromkeys(sorted(unread - known))
-    _refuse({name: keys.get(name, getattr(whole, name, None)) for name in faults})
+    if not faults:
+        return
+    plain = parser()
+    own = [name for name in faults if hasattr(plain, name) or differing(parsed({name}), known - {name})]
+    deletion = f"transformers' {parser.__name__} ignores it, and computes the same model if you delete it from {CONFIG}"
+    asked_for = {name: keys.get(name, getattr(whole, name, None)) for name in own or faults}
+    _refuse(asked_for, ADD if own else deletion)
 
 
-def _refuse(asked: Mapping[str, Any]) -> None:
+def _refuse(asked: Mapping[str, Any], way_out: str) -> None:
     if asked:
         found = ", ".join(f"{name} {_shown(value)}" for name, value in asked.items())
-        raise ValueError(
-            f"config.json has {found}; this version does not compute it. If the model's loss does not depend on it, "
-            "delete it from config.json"
-        )
+        raise ValueError(f"{CONFIG} has {found}; this version does not compute it: {way_out}")
 
 
 def _without_effect(key: str, value: Any) -> bool:

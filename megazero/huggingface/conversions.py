@@ -43,7 +43,13 @@ def _from_windows(config: PreTrainedConfig) -> Options:
         kinds = [LOCAL if size else GLOBAL] * config.num_hidden_layers
     if unknown := set(kinds) - {LOCAL, GLOBAL}:
         raise ValueError(f"config.json has layer_types {min(unknown)}; this version computes {LOCAL} and {GLOBAL} only")
-    letters = "".join("L" if kind == LOCAL and size else "G" for kind in kinds)
+    if LOCAL in kinds and not size:
+        raise ValueError(
+            f"config.json has {LOCAL} in layer_types and no window: sliding_window {config.sliding_window}, "
+            f"use_sliding_window {getattr(config, 'use_sliding_window', True)}; give the window, or make these layers "
+            f"{GLOBAL}"
+        )
+    letters = "".join("L" if kind == LOCAL else "G" for kind in kinds)
     return {"window_size": size if "L" in letters else 0, "layer_pattern": layer_pattern(letters)}
 
 
@@ -88,7 +94,6 @@ def _gemma_scores(model: ModelConfig) -> Options:
         )
     return {
         "query_pre_attn_scalar": scalar,
-        "attn_logit_softcapping": model.attention_softcap or None,
         "final_logit_softcapping": model.final_softcap or None,
     }
 
@@ -97,7 +102,6 @@ def _from_gemma_scores(config: PreTrainedConfig) -> Options:
     scalar = config.query_pre_attn_scalar
     return {
         "attention_scale": 0.0 if scalar == config.head_dim else scalar**-0.5,
-        "attention_softcap": config.attn_logit_softcapping or 0.0,
         "final_softcap": config.final_logit_softcapping or 0.0,
     }
 
@@ -109,7 +113,12 @@ def _from_attention_multiplier(config: PreTrainedConfig) -> Options:
 
 
 HEAD_DIM = Conversion(("kv_channels",), lambda model: {"head_dim": model.head_dim}, _head_dim)
-GEMMA_SCORES = Conversion(("attention_scale", "attention_softcap", "final_softcap"), _gemma_scores, _from_gemma_scores)
+GEMMA_SCORES = Conversion(("attention_scale", "final_softcap"), _gemma_scores, _from_gemma_scores)
+GEMMA2_SOFTCAP = Conversion(
+    ("attention_softcap",),
+    lambda model: {"attn_logit_softcapping": model.attention_softcap or None},
+    lambda config: {"attention_softcap": config.attn_logit_softcapping or 0.0},
+)
 ATTENTION_MULTIPLIER = Conversion(
     ("attention_scale",),
     lambda model: {"attention_multiplier": model.attention_scale or model.head_dim**-0.5},
@@ -177,6 +186,10 @@ def _from_rotary_dim(config: PreTrainedConfig) -> Options:
     return {"rotary_percent": (config.rotary_dim or config.n_embd) / (config.n_embd // config.n_head)}
 
 
+def _trained_length(model: ModelConfig) -> int:
+    return model.max_positions if model.rope_scaling_factor == 1 else model.rope_trained_length
+
+
 GPT = Conversion(
     (),
     lambda model: {"activation_function": "gelu_new"},
@@ -185,6 +198,6 @@ GPT = Conversion(
 ROTARY_DIM = Conversion(("rotary_percent",), lambda model: {"rotary_dim": model.rotary_dim}, _from_rotary_dim)
 PHI3 = Conversion(
     (),
-    lambda model: {"embd_pdrop": model.hidden_dropout, "original_max_position_embeddings": model.seq_length},
+    lambda model: {"embd_pdrop": model.hidden_dropout, "original_max_position_embeddings": _trained_length(model)},
     lambda config: {},
 )

@@ -30,6 +30,7 @@ from megazero.huggingface.architectures import (
 )
 from megazero.huggingface.conversions import (
     ATTENTION_MULTIPLIER,
+    GEMMA2_SOFTCAP,
     GEMMA_SCORES,
     GPT,
     GPT_DROPOUT,
@@ -241,6 +242,7 @@ def _llama(
     needed: Options | None = None,
     required: dict[str, tuple[Any, ...]] = SILU,
     kinds: str = "GL",
+    ignored: tuple[str, ...] = (),
 ) -> HuggingFaceModel:
     """Return a relative of Llama.
 
@@ -260,6 +262,7 @@ def _llama(
         needed or {},
         kinds,
         buffers=(".rotary_emb.inv_freq",),
+        ignored=ignored,
     )
 
 
@@ -287,7 +290,7 @@ NEOX = HuggingFaceModel(
             "token_embedding.weight": "gpt_neox.embed_in.weight",
             "head.norm.weight": "gpt_neox.final_layer_norm.weight",
             "head.norm.bias": "gpt_neox.final_layer_norm.bias",
-            "head.output.weight": OUTPUT,
+            "head.output.weight": "embed_out.weight",
         },
         "gpt_neox.layers.{}.",
         _both("norm", SAME, "input_layernorm"),
@@ -299,7 +302,8 @@ NEOX = HuggingFaceModel(
         _both("mlp_norm", SAME, "post_attention_layernorm"),
         _both("mlp.up", SAME, "mlp.dense_h_to_4h"),
         _both("mlp.down", SAME, "mlp.dense_4h_to_h"),
-    ),
+    )
+    + _rows({"head.output.weight": OUTPUT}, ""),  # as their class names it in memory, and our earlier exports
     {name: theirs for name, theirs in LLAMA_OPTIONS.items() if name != "num_query_groups"}
     | {"norm_epsilon": "layer_norm_eps", "hidden_dropout": "hidden_dropout"},
     (PARTIAL_ROTARY,),
@@ -356,7 +360,7 @@ MODELS = {
         ),
         _llama("olmo2", "Olmo2ForCausalLM", ROTARY, **OLMO),
         _llama("olmo3", "Olmo3ForCausalLM", LOCAL_ROTARY, WINDOWS, **OLMO),
-        _llama("gemma2", "Gemma2ForCausalLM", ROTARY, HEAD_DIM, WINDOWS, GEMMA_SCORES, **GEMMA),
+        _llama("gemma2", "Gemma2ForCausalLM", ROTARY, HEAD_DIM, WINDOWS, GEMMA_SCORES, GEMMA2_SOFTCAP, **GEMMA),
         _llama(
             "gemma3_text",
             "Gemma3ForCausalLM",
@@ -364,6 +368,7 @@ MODELS = {
             **GEMMA,
             architecture="gemma3",
             needed={"qk_layernorm": True},
+            ignored=("attn_logit_softcapping",),
         ),
         _llama(
             "phi3",

@@ -8,7 +8,7 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,15 +20,20 @@ from megazero.checkpoint.streaming import bands, write_checkpoint
 from megazero.config.flags import to_toml
 from megazero.config.schema import Config, DataConfig, ModelConfig
 from megazero.files import new_folder, open_regular, read_regular, write_atomically
-from megazero.huggingface.architectures import OUTPUT, HuggingFaceModel
+from megazero.huggingface.architectures import TABLE, HuggingFaceModel
 from megazero.huggingface.configuration import read_config
 from megazero.huggingface.export import INDEX, WEIGHTS, shapes_of
 from megazero.huggingface.tokenizer import read_tokenizer
+from megazero.log import log
 from megazero.plan.layout.topology import Layout
 from megazero.run.run_state import TOKENIZER, RunState, attached_tokenizer
 from megazero.typed_files import decode
 
 WHOLE = slice(None)
+NOT_TIED = (
+    "{}: {} differs from the token table, although tie_word_embeddings is true in config.json; they are not tied "
+    "(--untie-embeddings), as in transformers"
+)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -54,6 +59,9 @@ class Source:
         else:
             pickles = sorted(path.name for path in folder.glob("*.bin"))
             found = f"only {pickles[0]}, a pickle, which could run code" if pickles else "none"
+            for name in (WEIGHTS, INDEX):
+                if (folder / name).is_symlink():  # as in a hub cache whose blobs were deleted
+                    raise ValueError(f"{where}: {name} is a link to a missing file; download the model again")
             raise ValueError(
                 f"{where}: expected {WEIGHTS} or {INDEX}, and found {found}; save the model with "
                 "transformers' save_pretrained, which writes safetensors"
@@ -108,8 +116,12 @@ def import_model(source: Path, output: Path, advance: Callable[[int], None] = la
     Raises:
         ValueError: this version cannot compute the model `source`, or `output` exists already.
     """
-    architecture, model = read_config(source)
+    architecture, model, notes = read_config(source)
     files = Source(source, f"--from hf {source}")
+    if head := own_head(files, architecture, model):
+        model, notes = replace(model, untie_embeddings=True), [*notes, NOT_TIED.format(files.where, head)]
+    for note in notes:
+        log.warning(note)
     names = names_in(files, architecture, model)
     check_shapes(files, architecture, model, names)
     shapes = {f"model.{name}": shape for name, shape in shapes_of(model).items()}
@@ -148,14 +160,37 @@ def names_in(files: Source, architecture: HuggingFaceModel, model: ModelConfig) 
     wanted = (theirs for name in shapes for row in architecture.names(name, model, held) for theirs in row.theirs)
     names = {name: name.removeprefix(prefix) for name in wanted}
     missing = [name for name in names.values() if name not in files.files]
-    left = files.files.keys() - names.values() - {OUTPUT}
-    left = {name for name in left if not name.endswith(architecture.buffers)}
+    left = {name for name in files.files.keys() - names.values() if not name.endswith(architecture.buffers)}
+    if not missing and not model.untie_embeddings:
+        left -= set(architecture.head_names())
+        if head := own_head(files, architecture, model):
+            raise ValueError(
+                f"{files.where}: {head} differs from the token table, and --no-untie-embeddings would replace it; "
+                "leave out --no-untie-embeddings"
+            )
     if missing or left:
         raise ValueError(
             f"{files.where} does not hold the tensors of its config.json: missing {_some(missing)}, "
             f"unknown {_some(sorted(left))}"
         )
     return names
+
+
+def own_head(files: Source, architecture: HuggingFaceModel, model: ModelConfig) -> str:
+    """Return the name of a head in the files that differs from the token table, although `model` ties them.
+
+    transformers does not tie them then. Empty if there is none.
+    """
+    (table,) = architecture.names(TABLE, model)[0].theirs
+    held = [name for name in architecture.head_names() if name in files.files]
+    if model.untie_embeddings or not held or table not in files.files:
+        return ""
+    shape = files.shape(table)
+    if files.shape(held[0]) == shape and all(
+        torch.equal(files.read(table, rows), files.read(held[0], rows)) for rows in bands(shape)
+    ):
+        return ""
+    return held[0]
 
 
 def check_shapes(files: Source, architecture: HuggingFaceModel, model: ModelConfig, names: dict[str, str]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megazero.config.cli import ModelFlags
 from megazero.config.schema import ModelConfig
+
+if TYPE_CHECKING:
+    from megazero.huggingface.architectures import HuggingFaceModel
 
 
 class _ResumedModel(NamedTuple):
@@ -48,12 +51,31 @@ def find_model(hf_config: str, loads: list[str]) -> ModelFlags | None:
     if not source:
         return None
     start = time.perf_counter()
-    _, model = read_config(Path(source), "--hf-config" if hf_config else "--load")
-    if hf_config and loads[-1:] == folders[-1:] != []:
-        _require_equal(source, model, folders[-1], read_config(Path(folders[-1]), "--load")[1])
-    note = f"the model is that of {config_file(Path(source))} (read by transformers in {{:.1f}} s)"
+    architecture, model, notes = read_config(Path(source), "--hf-config" if hf_config else "--load")
+    seconds = time.perf_counter() - start
+    if loads[-1:] == folders[-1:] != []:
+        if hf_config:
+            _require_equal(source, model, folders[-1], read_config(Path(folders[-1]), "--load").model)
+        if untied := _not_tied(Path(folders[-1]), architecture, model):
+            model, notes = replace(model, untie_embeddings=True), [*notes, untied]
+    note = f"the model is that of {config_file(Path(source))} (read by transformers in {seconds:.1f} s)"
     tokenizer = str(config_file(Path(source)).parent) if has_tokenizer(config_file(Path(source)).parent) else ""
-    return _flags(source, model, tokenizer, [note.format(time.perf_counter() - start)])
+    return _flags(source, model, tokenizer, [note, *notes])
+
+
+def _not_tied(folder: Path, architecture: HuggingFaceModel, model: ModelConfig) -> str:
+    """Return the note that a head and the token table are not tied, since their values differ; empty if it is not so.
+
+    The weights of `folder` are read if they hold both, and only then.
+    """
+    from megazero.huggingface.importing import NOT_TIED, Source, own_head
+
+    flag = f"--load {folder}"
+    try:
+        head = own_head(Source(folder, flag), architecture, model)
+        return NOT_TIED.format(flag, head) if head else ""
+    except ValueError:  # without weights, a plan needs none, and a run is refused when it loads them
+        return ""
 
 
 def _resumed(saved: _ResumedModel) -> ModelFlags:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
@@ -64,13 +64,31 @@ def find_checkpoint(
         raise ValueError(f"--eval-only: --load {options.load} holds no checkpoint; give the --save folder of a run")
     _guard_save(options.load, options.save, path, options.finetune)
     starts = bool(options.save) and Path(options.load).resolve() == Path(options.save).resolve()
-    if path is None and options.load and not Path(options.load).exists() and not starts:
-        there = next(str(folder) for folder in Path(options.load).absolute().parents if folder.is_dir())
-        raise ValueError(
-            f"--load {options.load}: there is no such folder, only {there}; correct it, or give the same folder as "
-            f"--save to start a new run there{hub_hint(options.load)}"
-        )
+    if path is None and options.load and not starts:
+        _refuse_missing(options.load)
     return path
+
+
+def _refuse_missing(load: str) -> NoReturn:
+    """Refuse a --load that is not --save and has nothing to load."""
+    if Path(load).exists():
+        raise ValueError(
+            f"--load {load} has nothing to load, neither a checkpoint nor a config.json that can be read. It holds "
+            f"{_found(Path(load))}. Name the --save folder of a run or a Hugging Face folder, give the same "
+            "folder as --save to start a new run there, or leave out --load to start from random weights"
+        )
+    there = next(str(folder) for folder in Path(load).absolute().parents if folder.is_dir())
+    raise ValueError(
+        f"--load {load}: there is no such folder, only {there}; correct it, or give the same folder as --save to start "
+        f"a new run there{hub_hint(load)}"
+    )
+
+
+def _found(folder: Path) -> str:
+    """Return some names in a folder, links without a target first."""
+    entries = sorted(folder.iterdir(), key=lambda path: (path.exists(), path.name))
+    shown = [path.name if path.exists() else f"{path.name}, a link to a missing file" for path in entries[:4]]
+    return "; ".join(shown) + ("; ..." if len(entries) > 4 else "") or "nothing"
 
 
 def takes_memory(config: Config) -> bool:

@@ -187,10 +187,30 @@ EACH = [pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) fo
 
 @pytest.mark.parametrize("model_type", EACH)
 def test_continued_pretraining_there_and_back(model_type: str, theirs, corpus: Path, tmp_path: Path) -> None:
-    """Two ranks train transformers' model; transformers computes the loss of the next batch from their export."""
-    folder, flags = theirs(model_type), ["--data-path", corpus, "--global-batch-size", BATCH, "--lr", 1e-2]
+    """Two ranks train transformers' model; transformers computes the loss of the next batch from their export.
+
+    Samples are shorter than the model's context, which its exports keep if positions are rotary.
+    """
+    from transformers import AutoConfig
+
+    folder, flags = tmp_path / "theirs", ["--data-path", corpus, "--global-batch-size", BATCH, "--lr", 1e-2]
+    shutil.copytree(theirs(model_type), folder)
+    longest = LENGTH if model_type == "gpt2" else 4 * LENGTH
+    keys = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": longest}
+    (folder / "config.json").write_text(json.dumps(keys))
     flags += ["--save", tmp_path / "run", "--save-hf", tmp_path / "exports"]
-    first = ["--load", folder, "--train-iters", 3, "--save-hf-interval", 2, "--log-dir", tmp_path / "a"]
+    first = [
+        "--load",
+        folder,
+        "--seq-length",
+        LENGTH,
+        "--train-iters",
+        3,
+        "--save-hf-interval",
+        2,
+        "--log-dir",
+        tmp_path / "a",
+    ]
     done = pretrain(*flags, *first, "--tensor-model-parallel-size", 2, ranks=2)
     assert done.returncode == 0, done.stderr
     losses = [record["loss"] for record in metrics(tmp_path / "a")]
@@ -207,9 +227,12 @@ def test_continued_pretraining_there_and_back(model_type: str, theirs, corpus: P
     (record,) = metrics(tmp_path / "b")
     assert abs(record["loss"] - loss_of_theirs(tmp_path / "exports" / "iter_0000003", corpus, 3 * BATCH)) < 1e-5
     assert export.stat().st_mtime_ns == written and (tmp_path / "exports" / "iter_0000004").is_dir()
+    contexts = [AutoConfig.from_pretrained(each).max_position_embeddings for each in (tmp_path / "exports").iterdir()]
+    assert contexts == [longest] * 3
 
     # an export begins the next run
-    done = pretrain("--load", export, "--data-path", corpus, "--train-iters", 1, "--log-dir", tmp_path / "c")
+    again = ["--load", export, "--seq-length", LENGTH, "--train-iters", 1, "--log-dir", tmp_path / "c"]
+    done = pretrain("--data-path", corpus, *again)
     assert done.returncode == 0, done.stderr
 
 

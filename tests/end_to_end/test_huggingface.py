@@ -278,7 +278,10 @@ def damaged(folder: Path, change: str) -> None:
     ("change", "words"),
     [
         ("other activation", "config.json has activation_function relu; this version computes gelu_new or"),
-        ("other architecture", "its model_type is 'bert'; known are gpt2, .*, llama, "),
+        (
+            "other architecture",
+            "its model_type is 'bert', which has attention to later tokens; known are gpt2, .*, llama, ",
+        ),
         ("more layers", "missing transformer.h.3.ln_1.weight, transformer.h.3.ln_1.bias, .* and 9 more, unknown none"),
         ("fewer layers", "missing none, unknown transformer.h.2.attn.c_attn.bias, .* and 9 more"),
         (

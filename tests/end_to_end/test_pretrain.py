@@ -295,9 +295,12 @@ def test_data_of_another_tokenizer(model, refusal, corpus: Path, tmp_path: Path)
     assert done.returncode == 1 and f"--data-path {corpus} was made with the tokenizer byte" in done.stderr
 
 
-def test_a_load_folder_without_a_checkpoint_starts_fresh(model, tmp_path: Path) -> None:
-    done = pretrain(*model, "--train-iters", 1, "--load", tmp_path)
+def test_an_empty_folder_as_load_and_save_starts_fresh(model, tmp_path: Path, refusal) -> None:
+    done = pretrain(*model, "--train-iters", 1, "--load", tmp_path, "--save", f"{tmp_path}/.")
     assert done.returncode == 0 and "starting fresh" in done.stdout
+    (tmp_path / "other").mkdir()
+    done = refusal(*model, "--train-iters", 1, "--load", tmp_path / "other", "--save", tmp_path / "new")
+    assert done.returncode == 1 and "other has nothing to load" in done.stderr and not (tmp_path / "new").exists()
 
 
 def test_intervals_retention_and_workers(model, alone: Path, tmp_path: Path) -> None:

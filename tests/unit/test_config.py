@@ -58,7 +58,9 @@ COMING: set[str] = set()
 # 161: --mtbf.
 # 163: --memory-checkpoint-interval and its folder.
 # 164: --elastic.
-NUM_OPTIONS = 163
+# 165: --max-position-embeddings, which keeps a loaded model's context in its exports.
+# 164: CUDA graphs are gone.
+NUM_OPTIONS = 164
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -447,6 +449,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         "--local-rotary-base 9.0 needs --window-size W; add it",
     ),
     ({"rotary_interleaved": True}, 1, 9, "--architecture gpt2 has no --rotary-interleaved; use one of"),
+    ({"max_position_embeddings": 2048}, 1, 9, "--max-position-embeddings 2048 is not --seq-length 1024, and each"),
     ({"layer_pattern": "GN"}, 1, 9, "--layer-pattern GN: --architecture gpt2 has no rotary positions, .*; use G"),
     ({"hidden_size": 1024, "num_attention_heads": 15}, 1, 9, "--hidden-size 1024 .* --num-attention-heads 15; use 16"),
     (

@@ -104,6 +104,7 @@ SEEN = {
     "rope-scaling-factor": "unit/test_rotary.py",
     "rope-scaling-type": "unit/test_rotary.py",
     "rope-trained-length": "unit/test_rotary.py",
+    "max-position-embeddings": "unit/test_published_configs.py",
     "rotary-percent": "unit/test_rotary.py",
     "rotary-interleaved": "unit/test_rotary.py",
     "local-rotary-base": "unit/test_rotary.py",

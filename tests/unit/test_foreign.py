@@ -60,9 +60,7 @@ SAME = [
     ("--compile True --untie-embeddings=no --precision bfloat16", "--compile --no-untie-embeddings --precision bf16"),
     ("--lr-warmup-fraction .01 --lr-decay-iters 320000", "--lr-warmup-iters 3200 --lr-decay-iters 320000"),
     ("--train-iters 500 --lr-warmup-fraction 0.1", "--train-iters 500 --lr-warmup-iters 50"),
-    ("--max-position-embeddings 512 --seq-length 512", "--seq-length 512"),
-    (f"{LLAMA} --max-position-embeddings 9999", "--architecture llama --no-untie-embeddings --norm-epsilon 1e-5 "
-     "--ffn-hidden-size 2048"),
+    (LLAMA, "--architecture llama --no-untie-embeddings --norm-epsilon 1e-5 --ffn-hidden-size 2048"),
     (f"{LLAMA} --untie-embeddings-and-output-weights --layernorm-epsilon 1e-6 --ffn-hidden-size 99",
      "--architecture llama --ffn-hidden-size 99"),
     (f"--architecture llama {LLAMA}", "--architecture llama"),
@@ -217,7 +215,6 @@ REFUSED = [
     ("--swiglu", "--swiglu: --swiglu without --normalization RMSNorm"),
     (f"--architecture gpt2 {LLAMA}", "does not go with --architecture gpt2"),
     ("--architecture llama --normalization LayerNorm", "does not go with --architecture llama"),
-    ("--max-position-embeddings 2048 --seq-length 512", "2048 is not --seq-length 512"),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "recomputes every layer"),
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "each from its own input"),
     ("--loss-scale 8192", "--loss-scale 8192: only 0 is possible here; see --min-loss-scale"),

@@ -223,6 +223,7 @@ def test_options_that_make_another_model() -> None:
             "rope_scaling_factor": 2.0,
             "rope_scaling_type": "yarn",
             "rope_trained_length": 4,
+            "max_position_embeddings": 64,
             "rotary_percent": 0.5,
             "rotary_interleaved": True,
             "local_rotary_base": 1e5,

@@ -131,7 +131,7 @@ def test_a_load_that_is_not_there_is_refused_unless_it_is_save_too(tmp_path: Pat
             find_checkpoint(replace(Config(), checkpoint=options))
     begins = [
         CheckpointConfig(load=typo, save=f"{tmp_path}/./tpyo"),
-        CheckpointConfig(load=str(there)),
+        CheckpointConfig(load=str(there), save=f"{tmp_path}/there/../there"),
         CheckpointConfig(),
     ]
     for options in begins:
@@ -155,6 +155,26 @@ def test_runs_that_may_resume_from_memory_or_from_a_hugging_face_folder(tmp_path
     assert is_hugging_face(tmp_path)
     (tmp_path / "latest").write_text("iter_0000001")
     assert not is_hugging_face(tmp_path)
+
+
+def test_a_folder_with_nothing_to_load_is_refused(tmp_path: Path) -> None:
+    """Such as a hub cache whose blobs are gone: its config.json is a link to a missing file."""
+    folder, where = tmp_path / "theirs", rf"--load {tmp_path}/theirs has nothing to load, neither .*\. It holds "
+    folder.mkdir()
+    with pytest.raises(ValueError, match=where + r"nothing\. Name .* or leave out --load"):
+        find_checkpoint(config(load=folder))
+    for name in ("README.md", "tokenizer.json"):
+        (folder / name).touch()
+    (folder / "config.json").symlink_to(tmp_path / "blobs" / "1234")
+    for save in ("", tmp_path / "run"):
+        with pytest.raises(
+            ValueError, match=where + "config.json, a link to a missing file; README.md; tokenizer.json[.]"
+        ):
+            find_checkpoint(config(load=folder, save=save))
+    (folder / "more").touch()
+    (folder / "most").touch()
+    with pytest.raises(ValueError, match=r"README\.md; more; most; \.\.\.\. Name"):
+        find_checkpoint(config(load=folder))
 
 
 def test_a_damaged_state_falls_back_and_an_exact_load_does_not(tmp_path: Path) -> None:

@@ -157,16 +157,6 @@ def balance(flag: ForeignFlag) -> list[str]:
     return []
 
 
-def max_positions(flag: ForeignFlag) -> list[str]:
-    """nothing if it is --seq-length, or positions are rotary"""
-    if flag.get("architecture") == "gpt2" and flag.whole() != flag.get_whole("seq-length"):
-        raise Refused(
-            f"{flag.value} is not --seq-length {flag.get('seq-length')}, and each token of a sample has a learned "
-            "position; give both the same value"
-        )
-    return []
-
-
 def linear_scaling(flag: ForeignFlag) -> list[str]:
     """--rope-scaling-type linear --rope-scaling-factor, unless it is 1"""
     return ["--rope-scaling-type", "linear", "--rope-scaling-factor", flag.value] if flag.number() != 1 else []
@@ -370,7 +360,7 @@ CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
     for function in (
         *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
         *(scale_power, betas, words_unless_given, architecture, virtual_stages, output, recomputed_layers),
-        *(layer_pattern, linear_scaling, max_positions, run_name, report, resume, accumulation),
+        *(layer_pattern, linear_scaling, run_name, report, resume, accumulation),
         *(rename_with_experts, refused_with_experts, expert_layers, balance),
         *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
     )
