@@ -30,6 +30,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from megazero.checkpoint.agreement import Group, from_rank, from_rank_0, gather_all, rank_of, together
@@ -39,6 +40,7 @@ from megazero.checkpoint.locking import check_owner
 from megazero.checkpoint.manifest import (
     MANIFEST,
     STATE,
+    Count,
     Damaged,
     Manifest,
     StoredChunk,
@@ -63,6 +65,15 @@ KEPT = 2  # checkpoints of each copy, while one is written
 SHARED_MEMORY = "/dev/shm/megazero-{}"  # of a user
 
 Wanted = tuple[tuple[str, StoredChunk], list[Target]]
+
+
+class Stamp(NamedTuple):
+    """The fields of a state in memory by which copies are found and ordered."""
+
+    iteration: Count
+    save_number: Count
+    saved_time: float
+    saved_into: str
 
 
 class Held(NamedTuple):
@@ -102,11 +113,11 @@ def whole(inventories: Sequence[Sequence[Held]]) -> tuple[list[InMemory], dict[i
     for node, inventory in enumerate(inventories):
         for held in inventory:
             parts.setdefault((held.order, held.iteration, held.digest), {})[node] = held
-    found, faults, limit = [], {}, None
+    found, faults, last = [], {}, None
     for (order, iteration, digest), nodes in sorted(parts.items(), reverse=True):
-        if limit is not None and iteration >= limit:
+        if last is not None and iteration >= last[1] and (order, iteration) != last:
             continue  # abandoned, as in Note [Which one]
-        limit = iteration
+        last = order, iteration  # copies that differ are both kept, because one of them is damaged
         holders: dict[str, list[int]] = {}
         for node, held in nodes.items():
             for file in held.files:
@@ -292,13 +303,14 @@ class MemoryCheckpoints:
         try:
             raw, state = read_manifest_bytes(path), read_state(path)
             sizes = parse_manifest(path, raw).files
-        except ValueError:
+            stamp = msgspec.convert([state.get(name) for name in Stamp._fields], Stamp)
+        except ValueError:  # msgspec's too
             return None
-        if state.get("saved_into") != self.identity:
+        if stamp.saved_into != self.identity or stamp.iteration != iteration_of(path):
             return None
         here = tuple(file for file, length in sizes.items() if _size(path / file) == length)
-        order = state["save_number"], state["saved_time"]
-        return Held(order, state["iteration"], crc32(raw), here, tuple(sizes.keys() - set(here)))
+        order = stamp.save_number, stamp.saved_time
+        return Held(order, stamp.iteration, crc32(raw), here, tuple(sizes.keys() - set(here)))
 
     def read_state(self, found: InMemory, group: Group) -> dict[str, Any]:
         """Return the state of a checkpoint, from a node that has it."""

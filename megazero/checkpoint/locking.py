@@ -97,7 +97,7 @@ def owned(root: Path) -> Iterator[None]:
 def _lost(root: Path, owner: Generation) -> ValueError:
     return ValueError(
         f"--save {root} is in use by generation {owner.number} of a run, which began since this node did not "
-        "respond; this process saves and deletes nothing there; start the node again"
+        "respond; this process saves and deletes nothing there"
     )
 
 

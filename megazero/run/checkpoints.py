@@ -296,7 +296,7 @@ class Checkpoints:
         """Load the newest whole checkpoint in memory that is newer than `load`; log the reason if there is none.
 
         Args:
-            tried: iterations already found damaged -> the damage; more are added.
+            tried: digests of copies already found damaged -> the damage; more are added.
 
         Raises as `resume`.
         """
@@ -307,7 +307,7 @@ class Checkpoints:
         with self.mesh.world.peer_errors("looking for a checkpoint in memory"):
             candidates, faults = memory.find(load, self.mesh.host_group)
         for found in candidates:
-            if found.iteration in tried:
+            if found.digest in tried:
                 continue
             try:
                 path = memory.folder / found.name
@@ -315,7 +315,7 @@ class Checkpoints:
             except checkpoint.Damaged as error:
                 if self.config.checkpoint.load_exact:
                     raise
-                tried[found.iteration] = str(error)
+                tried[found.digest] = str(error)
                 faults.append(str(error))
                 continue
             self.in_memory_at = self.loaded_from_memory = found.iteration
@@ -336,7 +336,7 @@ class Checkpoints:
         if found is None:
             state = RunState.read(path, self.mesh.host_group)
         else:
-            state = RunState.parse(self.memory.read_state(found, self.mesh.host_group))
+            state = RunState.of(path, self.memory.read_state(found, self.mesh.host_group))
             check_model(path, state.typed_model(path), self.config.model)
         finetunes = self.config.checkpoint.finetune and found is None
         if finetunes or self.config.evaluation.eval_only or state.weights_only:

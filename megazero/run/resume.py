@@ -147,7 +147,9 @@ def check_data(
         ValueError: the same prefixes hold other tokens than when the checkpoint was saved; or versions before
             --split-by have split them by documents.
     """
-    saved, ours = state.config.get("data", {}), config.data
+    saved, ours = state.config.get("data"), config.data
+    if not isinstance(saved, dict) or not isinstance(saved.get("data_path", []), (list, tuple)):
+        return
     named = (list(saved.get("data_path", ())), saved.get("data_args_path", ""))
     if not state.fingerprints or not any(named) or named != (list(ours.data_path), ours.data_args_path):
         return

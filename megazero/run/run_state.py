@@ -80,15 +80,16 @@ class RunState:
         Raises:
             Damaged: it cannot be read, or a field is missing or of another type.
         """
-        return cls._of(path, checkpoint.read_state(path, group))
+        return cls.of(path, checkpoint.read_state(path, group))
 
     @classmethod
     def read_alone(cls, path: Path) -> RunState:
         """Read as `read`, in this process alone."""
-        return cls._of(path, read_state(path))
+        return cls.of(path, read_state(path))
 
     @classmethod
-    def _of(cls, path: Path, content: dict[str, Any]) -> RunState:
+    def of(cls, path: Path, content: dict[str, Any]) -> RunState:
+        """Return the state in parsed JSON of the checkpoint `path`; Damaged as `read`."""
         try:
             return cls.parse(content)
         except ValueError as error:
@@ -106,29 +107,28 @@ class RunState:
         """Return the model of the checkpoint `path`, to which this state belongs.
 
         Raises:
-            ValueError: an option is unknown to this version, or has a value of another type.
+            ValueError: an option is unknown to this version.
+            Damaged: an option has a value that no model can have.
         """
         unknown = self.model.keys() - asdict(ModelConfig()).keys()
         if unknown:
             raise ValueError(f"--load {path}: this version does not know the model's option {min(unknown)[:80]!r}")
         try:
-            return msgspec.convert(self.model, ModelConfig)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"--load {path}: state.json describes no model: {error}") from None
+            model = msgspec.convert(self.model, ModelConfig)
+            check_values(replace(Config(), model=model))
+            return model
+        except ValueError as error:  # msgspec's too
+            raise Damaged(f"--load {path}: state.json describes no model: {error}") from None
 
     def model_config(self, path: Path) -> ModelConfig:
         """Return the model of the checkpoint `path`, as `typed_model`.
 
         Raises:
-            ValueError: see `typed_model`; also if no model can have these sizes.
+            ValueError: see `typed_model`; also if it has no vocabulary.
         """
         model = self.typed_model(path)
-        try:
-            if not model.vocab_size:
-                raise ValueError("--vocab-size 0")
-            check_values(replace(Config(), model=model))
-        except ValueError as error:
-            raise ValueError(f"--load {path}: state.json describes no model: {error}") from None
+        if not model.vocab_size:
+            raise ValueError(f"--load {path}: state.json describes no model: --vocab-size 0")
         return model
 
     def tokenizer(self, path: Path) -> str:

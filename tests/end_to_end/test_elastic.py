@@ -300,6 +300,26 @@ def test_agents_killed_two_at_once_and_the_last(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_frozen_node_with_rank_0_does_not_stop_the_others(tmp_path):
+    """They take its lock at once, train on and save. When it runs again, it changes nothing, and joins them."""
+    with training(tmp_path, "1:3", 400, "--save-interval", INTERVAL) as run:
+        run.start("a", "b", "c")
+        run.trained(3 * INTERVAL)
+        (first,) = [name for name in "abc" if "generation 0: " in run.said(name)]
+        frozen = run.processes(first)
+        for process in frozen:
+            os.kill(process, signal.SIGSTOP)
+        run.generation(1)
+        assert starts(run)[1][1] == 2
+        run.trained(starts(run)[1][2] + 2 * INTERVAL)
+        for process in frozen:
+            os.kill(process, signal.SIGCONT)
+        assert run.end() == {"a": 0, "b": 0, "c": 0}
+        assert [start[:2] for start in starts(run)] == [(0, 3), (1, 2), (2, 3)]
+        check_curve(run, 400, tmp_path / "alone")
+
+
+@pytest.mark.slow
 def test_a_node_leaves_and_the_run_is_stopped(tmp_path):
     """TERM takes a node out after a saved step; the stop file ends the run; the same command resumes it."""
     with training(tmp_path, "1:2", 10**5, "--save-interval", 10**5) as run:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import logging
 import multiprocessing as mp
 import os
+import re
 import resource
 import shutil
 import signal
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint import MemoryCheckpoints, in_memory, tensor_file
+from megazero.checkpoint import MemoryCheckpoints, in_memory, manifest, tensor_file
 from megazero.checkpoint.in_memory import Held, whole
 from megazero.checkpoint.nodes import Nodes
 from megazero.comm.launch.world import Node, this_node
@@ -38,6 +41,7 @@ from megazero.price.bytes import estimate
 from megazero.price.plan import make_plan, plan_config
 from megazero.price.plan_report import summary
 from megazero.run.resume import find_checkpoint
+from megazero.run.run import TrainingRun
 from megazero.units import size
 from megazero.zero.shards import LocalShard
 from tests.helpers.chains import LAYOUTS, Curve, configured, deviation, make_corpus
@@ -372,6 +376,8 @@ def test_whole_ones_are_found_newest_first() -> None:
     assert [(each.iteration, each.nodes) for each in found] == [(6, (0, 1)), (5, (0,)), (4, (1,))]
     assert found[0].holders == {"a": [0], "b": [0], "c": [1]}
     assert faults == {8: "iteration 8 in memory has lost both copies of c"}
+    damaged = first[2]._replace(digest=2)
+    assert [each.digest for each in whole([[damaged], [first[2]]])[0]] == [2, 1]
 
 
 # -- killed while copying
@@ -577,3 +583,71 @@ def test_each_file_has_a_keeper_on_the_next_node(shape: str) -> None:
     kept = {rank: shape[keeper] for rank, keeper in sent}
     following = {letter: order[(at + 1) % len(order)] for at, letter in enumerate(order)}
     assert kept == ({} if len(order) == 1 else {rank: following[letter] for rank, letter in enumerate(shape)})
+
+
+# -- valid checksums, and contents that no run writes
+
+
+def forgeries(content: dict[str, Any], deep: Sequence[str], values: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """`content` without each of its keys, and with other values of them; so in objects of `deep`, with one value."""
+    for key, value in content.items():
+        yield {name: value for name, value in content.items() if name != key}
+        yield from (content | {key: other} for other in values)
+        if key in deep and isinstance(value, dict):
+            yield from (content | {key: inner} for inner in forgeries(value, deep, values[:1]))
+
+
+def rewrite(folder: Path, state: dict[str, Any] | None = None, about: dict[str, Any] | None = None) -> None:
+    """Put JSON in place of the state or the manifest of a checkpoint, with the right checksums."""
+    about = about or json.loads((folder / "manifest.json").read_text())
+    if state is not None:
+        (folder / "state.json").write_text(json.dumps(state))
+        about["state_crc32"] = zlib.crc32((folder / "state.json").read_bytes())
+    about.pop("crc32", None)
+    (folder / "manifest.json").write_text(manifest.checked_text(about))
+
+
+@pytest.mark.parametrize("file", ["state.json", "manifest.json"])
+def test_contents_that_no_run_writes_are_passed_over(tmp_path: Path, file: str) -> None:
+    """The disk has iteration 1, memory 2. The copy is loaded if the change is of no account; else the disk's."""
+    saved, memory, away = tmp_path / "saved", tmp_path / "memory", tmp_path / "away"
+    options = {"load": str(saved), "memory_checkpoint_interval": 2, "memory_checkpoint_dir": str(memory)}
+    config = small(write_corpus(tmp_path / "small"), saved, 9, **options)
+
+    def start() -> TrainingRun:
+        return run_of(0, 1, config)
+
+    first = start()
+    first.checkpoints.resume(None)
+    for save in (first.checkpoints.save, lambda progress: first.checkpoints.save_in_memory(progress, wait=True)):
+        first.trainer.iterate()
+        save(first.trainer.progress)
+    folder = first.checkpoints.memory.folder / "iter_0000002"
+    for place in (saved, memory):
+        shutil.copytree(place, away / place.name)
+    content = json.loads((folder / file).read_text())
+    loaded, values = list[int](), (-1, "x", 1.5, None, [1], {}, {"a": {"b": 1}})
+    for forged in forgeries(content, ["model", "config", "data"], values):
+        for place in (saved, memory):
+            shutil.rmtree(place)
+            shutil.copytree(away / place.name, place)
+        rewrite(folder, **{"state" if file == "state.json" else "about": forged})
+        run = start()
+        try:
+            loaded.append(run.checkpoints.resume(find_checkpoint(config))[1].iteration)
+        except ValueError as error:  # the run is refused, because it would be another one
+            assert type(error) is ValueError and re.match(f"--load {folder}\\b.*(model|split)", str(error)), error
+    assert {*loaded} == {1, 2}
+
+
+def test_the_copy_of_another_node_is_loaded(runs: Runs) -> None:
+    """Node a has all files, and a state with the right checksums that lacks a field."""
+    wanted = runs.whole("dp2 zero3", 5, "fp32")
+    runs("dp2 zero3", 5, "ab", precision="fp32")
+    folder = runs.folder("a") / "iter_0000004"
+    state = json.loads((folder / "state.json").read_text())
+    del state["updates"]
+    rewrite(folder, state)
+    rest = runs("dp2 zero3", 5, "ab", precision="fp32")
+    assert rest.curve == wanted[4:]
+    assert any(text.startswith("loaded iteration 4 from the memory of 1 node in ") for text in rest.said), rest.said

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megazero.checkpoint import LocalShard
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.cli import read
 from megazero.huggingface.export import plan_shards, shapes_of
@@ -25,6 +24,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.run.run_state import RunState
 from megazero.step.engine import Engine
+from megazero.zero.shards import LocalShard
 from tests.helpers.rounding import model_tolerance
 
 # Written by hand from the models' cards. SmolLM3 and OLMo 3 have fewer layers, since their files list each of them.
