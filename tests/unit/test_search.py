@@ -28,7 +28,7 @@ EXPERTS = "--architecture llama --num-experts 2"
 
 @pytest.mark.parametrize(("more", "divisions"), [("", [(1, 0)]), (EXPERTS, [(1, 0), (2, 0), (1, 1), (2, 1)])])
 def test_a_search_lists_every_layout(more: str, divisions: list[tuple[int, int]]) -> None:
-    """Of four ranks of a node: each combination of sizes and policies that a run accepts, written as a plain product.
+    """Four ranks of a node: each combination of sizes and policies that a run accepts, written as a plain product.
 
     Left out are equal ones (every ZeRO stage of one rank; one stage of each schedule), and gpipe, which holds most.
     """
@@ -122,7 +122,7 @@ def slow_network() -> Device:
 def test_layouts_whose_order_is_known(
     device: Device, world: int, faster: dict[str, object], slower: dict[str, object], ratio: float
 ) -> None:
-    """By formulas, as a search ranks, and simulated, as it compares."""
+    """The formulas, by which a search ranks, and the simulation, by which it compares, have the ratio found by hand."""
     plain = Candidate(1, 1, 1, "1f1b", 1, 0, 0, "none", False, False, 1)
     flags = "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size 64"
     if device is not H100:
