@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -139,6 +140,23 @@ class ElasticRun:
         """Wait until a node, or each of `nodes`, reports that one has begun."""
         logs = [partial(self.said, node) for node in nodes] or [self.everything]
         self.until(lambda: all(f"generation {number}: " in log() for log in logs))
+
+    def together(self, *nodes: str, after: int = -1) -> int:
+        """Wait for a generation later than `after` of exactly these nodes, and return its number.
+
+        There may be others before it: the agents do not wait for a node whose agent is slow.
+        """
+
+        def newest(node: str) -> tuple[int, int]:
+            found = re.findall(r"generation (\d+): (\d+) nodes?", self.said(node))
+            return (int(found[-1][0]), int(found[-1][1])) if found else (-1, 0)
+
+        def agree() -> int | None:
+            (number, size), *others = {newest(node) for node in nodes}
+            return number if number > after and size == len(nodes) and not others else None
+
+        self.until(lambda: agree() is not None)
+        return newest(nodes[0])[0]
 
     def end(self) -> dict[str, int]:
         """Wait for the end of all nodes: their exit codes."""
