@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 import pretrain_gpt
 from megazero.comm.launch.world import World
@@ -35,18 +34,6 @@ def test_the_two_commands_install_the_core_and_all_extras() -> None:
         *map(names, extras.values())
     )
     assert {package: extra for extra, lines in extras.items() for package in names(lines)} == EXTRAS
-
-
-def test_the_pinned_torch_is_one_that_every_installation_may_have() -> None:
-    """It is in the range of the package, whose end is the next minor version; README names both, and the CPU build."""
-    (range_,) = (Requirement(line) for line in PROJECT["project"]["dependencies"] if line.startswith("torch"))
-    (pinned,) = re.findall(r"^torch==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M)
-    major, minor, _ = map(int, pinned.split("."))
-    assert pinned in range_.specifier and f"{major}.{minor + 1}.0" not in range_.specifier
-    readme = (ROOT / "README.md").read_text()
-    assert f"`requirements.txt` (for the scripts below) pins {pinned}" in " ".join(readme.split())
-    assert f"torch 2.11 to {major}.{minor};" in readme and "2.11.0" in range_.specifier
-    assert f"pip install torch=={pinned} --index-url https://download.pytorch.org/whl/cpu" in readme
 
 
 def test_console_commands_and_their_files_are_in_the_package() -> None:
