@@ -65,7 +65,7 @@ def train(command: Command, world: World) -> None:
         launch.end_with_launcher(world)
         stop = training.train(command, world, signals)
     code = stop.exit_code if stop is not None else 0
-    if world.size > 1:
+    if world.has_peers:
         launch.exit_now(code)
     if code:
         sys.exit(code)

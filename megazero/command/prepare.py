@@ -74,8 +74,8 @@ class Checked(NamedTuple):
     datasets: Datasets
 
 
-class Gate(NamedTuple):
-    """Rank 0's checks of folders and times.
+class Verdict(NamedTuple):
+    """Rank 0's verdict on folders and times.
 
     Attributes:
         clock: ends the run in time; None on other ranks, and if rank 0 refuses.
@@ -92,7 +92,7 @@ class Prepared(NamedTuple):
     ranks: Ranks
     choice: Choice
     checked: Checked
-    gate: Gate
+    verdict: Verdict
     note: str
 
 
@@ -111,10 +111,10 @@ def prepare(command: Command, world: World) -> Prepared:
     ranks = find_ranks(config, world, device)
     choice = choose_flags(command, config, ranks, tokenizer.vocab_size if tokenizer else 0)
     checked = check(choice.config, ranks, tokenizer)
-    gate = gate_of_rank_0(checked) if world.rank == 0 else Gate()
-    if gate.refusal and world.size > 1:  # at once, because the others may start late, or never
-        log.error(f"{gate.refusal}; this rank ends once all ranks have joined")
-    return Prepared(ranks=ranks, choice=choice, checked=checked, gate=gate, note=note)
+    verdict = verdict_of_rank_0(checked) if world.rank == 0 else Verdict()
+    if verdict.refusal and world.has_peers:  # at once, because the others may start late, or never
+        log.error(f"{verdict.refusal}; this rank ends once all ranks have joined")
+    return Prepared(ranks=ranks, choice=choice, checked=checked, verdict=verdict, note=note)
 
 
 def find_ranks(config: Config, world: World, device: torch.device) -> Ranks:
@@ -171,7 +171,7 @@ def check(config: Config, ranks: Ranks, tokenizer: Tokenizer | None) -> Checked:
     return Checked(config, layout, tokenizer, open_data(config, tokenizer))
 
 
-def gate_of_rank_0(checked: Checked) -> Gate:
+def verdict_of_rank_0(checked: Checked) -> Verdict:
     """Refuse folders that this run cannot load or write, and times that it cannot keep."""
     config, options = checked.config, checked.config.checkpoint
     try:
@@ -181,7 +181,7 @@ def gate_of_rank_0(checked: Checked) -> Gate:
         guard_exports(options, load)
         if options.save_hf:
             check_export(config.model, checked.tokenizer)
-        return Gate(
+        return Verdict(
             Clock(
                 options.exit_duration_minutes,
                 options.exit_before_minutes,
@@ -191,4 +191,4 @@ def gate_of_rank_0(checked: Checked) -> Gate:
             )
         )
     except (OSError, ValueError) as error:
-        return Gate(refusal=explain(error) if isinstance(error, OSError) else str(error))
+        return Verdict(refusal=explain(error) if isinstance(error, OSError) else str(error))

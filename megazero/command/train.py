@@ -52,7 +52,7 @@ def train(command: Command, world: World, signals: Signals) -> Wish | None:
     clock.mark("model")
     if world.rank == 0:
         _hand_out_report(prepared, mesh, screen, run)
-    silent = world.size > 1 and mesh.device.type == "cuda"  # NCCL does not report that a peer has failed
+    silent = world.has_peers and mesh.device.type == "cuda"  # NCCL does not report that a peer has failed
     peers = failures.ending_with_peers(world) if silent else contextlib.nullcontext()
     with peers, run.watchdog.over(run.trainer.engine.interpreter), frozen_objects():
         if config.evaluation.eval_only:
@@ -78,7 +78,7 @@ def connect(prepared: Prepared) -> tuple[Mesh, list[str]]:
     (world, device, machine), (config, layout, tokenizer, datasets) = prepared.ranks, prepared.checked
     minutes, screen = config.parallel.distributed_timeout_minutes, []
     hosts = launch.start(world, device, minutes)
-    agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts=hosts, refused=prepared.gate.refusal)
+    agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts=hosts, refused=prepared.verdict.refusal)
     if world.rank == 0:
         screen = start_report.screen(
             asked=prepared.choice.command.config,
@@ -136,7 +136,7 @@ def build(prepared: Prepared, mesh: Mesh, signals: Signals, clock: StartClock) -
     return TrainingRun(
         trainer,
         saves,
-        Wishes(signals, prepared.gate.clock, stop_file),
+        Wishes(signals, prepared.verdict.clock, stop_file),
         command=command,
         exports=_exports(config, saves),
         clock=clock,

@@ -28,7 +28,7 @@ GENERATED = {"results/families.md", "results/modules.md", "results/flags.md", "r
 # Flags of sbatch, srun, salloc, torchrun, pip, git and lm_eval.
 FOREIGN = "nodes ntasks-per-node gpus-per-node gpus-per-task cpus-per-task exclusive exclude time partition mem "
 FOREIGN += "account signal requeue dependency job-name cpu-bind nproc-per-node nproc_per_node nnodes hostfile "
-FOREIGN += "no-install-recommends model_args model tasks diff-filter"
+FOREIGN += "index-url no-install-recommends model_args model tasks diff-filter"
 # Dated records, which are looked up and not read whole.
 RECORDS = ("decisions/", "log/")
 

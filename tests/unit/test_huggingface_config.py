@@ -223,7 +223,7 @@ def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytes
             read_config(tmp_path)
     written(tmp_path, "llama")
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"--hf-config .*: needs the Python package transformers.*megazero\[hf\]"):
+    with pytest.raises(ValueError, match=r"--hf-config .*: needs the Python package transformers.*pip install tr"):
         read_config(tmp_path, "--hf-config")
 
 

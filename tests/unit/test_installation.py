@@ -7,9 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-import pretrain_gpt
 from megazero.comm.launch.world import World
+from megazero.command.prepare import prepare
 from megazero.config.cli import read
 from megazero.config.foreign.table import FOLDER
 from megazero.config.presets import PRESETS
@@ -62,13 +63,30 @@ def test_a_missing_package_is_asked_for(monkeypatch: pytest.MonkeyPatch, module:
             look()
 
 
+def test_the_pinned_torch_is_one_that_every_installation_may_have() -> None:
+    """It is in the range of the package, as is the newest tested one; README names both, and the CPU build."""
+    (range_,) = (Requirement(line) for line in PROJECT["project"]["dependencies"] if line.startswith("torch"))
+    (pinned,) = re.findall(r"^torch==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"`requirements.txt` (for the scripts below) pins {pinned}" in readme
+    assert f"pip install torch=={pinned} --index-url https://download.pytorch.org/whl/cpu" in readme
+    first, last, tested, newest = re.search(
+        r"torch (\S+) to (\S+); it is tested with (\S+) and (\S+)\.", readme
+    ).groups()
+    assert tested == pinned and newest.startswith(f"{last}.")
+    major, minor = map(int, last.split("."))
+    allowed = [f"{first}.0", pinned, newest]
+    assert all(version in range_.specifier for version in allowed)
+    assert f"{major}.{minor + 1}.0" not in range_.specifier
+
+
 def test_a_missing_logger_is_noticed_before_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The corpus is missing too, and the message is about the package."""
     for package, flag in (("tensorboard", "--tensorboard-dir"), ("wandb", "--wandb-project")):
         monkeypatch.setitem(sys.modules, package, None)
         words = ["--preset", "tiny", "--data-path", str(tmp_path / "none"), "--log-dir", str(tmp_path), flag, "t"]
         with pytest.raises(ValueError, match=f"^{flag} t: needs the Python package {package}, which is not installed"):
-            pretrain_gpt.prepare(read(words), World(0, 1, 0, "single"))
+            prepare(read(words), World(0, 1, 0, "single"))
 
 
 # A run of the core alone: no module of an extra can be imported.

@@ -31,6 +31,7 @@ from megazero.run.stopping import (
     stopped_words,
     training_promise,
 )
+from megazero.zero.shards import LocalShard
 
 
 def test_the_order_of_stops() -> None:
@@ -150,7 +151,7 @@ def test_interrupts_name_the_checkpoint_that_a_resume_takes(tmp_path: Path) -> N
     saved = CheckpointConfig(save=str(tmp_path))
     assert said() == "interrupted without saving: --save is not given"
     assert said(checkpoint=saved) == f"interrupted without saving: --save {tmp_path} has no checkpoint"
-    tensor = checkpoint.LocalShard((1,), (0,), (1,), 0, 1, torch.zeros(1))
+    tensor = LocalShard((1,), (0,), (1,), 0, 1, torch.zeros(1))
     path = checkpoint.save(tmp_path, 4, {"model.w": tensor}, {})
     newest = f"the newest checkpoint in --save {tmp_path} is iter_0000004; --load {tmp_path} resumes from it"
     assert said(checkpoint=saved) == f"interrupted without saving: {newest}"

@@ -26,6 +26,10 @@ class World(NamedTuple):
     local_rank: int  # on its node: which of the node's devices is its own
     launcher: str  # torchrun, srun or single
 
+    @property
+    def has_peers(self) -> bool:
+        return self.size > 1
+
 
 class Node(NamedTuple):
     """A node: its ranks share memory, and are lost together."""
