@@ -78,7 +78,7 @@ def print_stacks(rank: Rank) -> None:
     """Have a rank and its data workers write their stacks to its log. One that is frozen does not."""
     for pid in descendants(rank.process.pid):
         if runs(pid) and can_print_stacks(pid):
-            before, until = rank.said.count("Current thread"), time.monotonic() + 5
+            before, until = rank.said.count("Current thread"), time.monotonic() + 60
             os.kill(pid, STACKS)
             while rank.said.count("Current thread") == before and time.monotonic() < until:
                 time.sleep(0.05)

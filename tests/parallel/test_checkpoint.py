@@ -195,15 +195,14 @@ def test_replicas_go_to_the_least_laden_rank(tmp_path: Path) -> None:
     assert written.chunks("big")[0].file == "rank_00000.safetensors"
 
 
-def refused(error: type[Exception], function: Callable[[], Any]) -> tuple[str, float]:
-    """The message of the error that the function raises, and the seconds that it took."""
-    began = time.monotonic()
+def refused(error: type[Exception], function: Callable[[], Any]) -> str:
+    """The message of the error that the function raises."""
     with pytest.raises(error) as info:
         function()
-    return str(info.value), time.monotonic() - began
+    return str(info.value)
 
 
-def save_with_hole(rank: int, root: Path) -> tuple[str, float]:
+def save_with_hole(rank: int, root: Path) -> str:
     mine = held(rank, 1, 3, True)
     if rank == 1:
         row = mine["row"]
@@ -215,11 +214,11 @@ def test_a_hole_at_save_is_everyones_error(tmp_path: Path) -> None:
     outcomes = on_ranks(3, save_with_hole, tmp_path, tmp_path / "root")
     message = "tensor 'row' of shape (9, 11) is not held exactly once by the ranks: "
     message += "elements [5:6, 9:11] are missing"
-    assert [text for text, _ in outcomes] == [message] * 3
+    assert outcomes == [message] * 3
     assert not (tmp_path / "root").exists()
 
 
-def save_with_overlap(rank: int, root: Path) -> tuple[str, float]:
+def save_with_overlap(rank: int, root: Path) -> str:
     """Rank 0 holds a vector, rank 1 its first half: by their offsets alone they would be replicas."""
     stop = 8 if rank == 0 else 4
     mine = {"x": LocalShard((8,), (0,), (8,), 0, stop, torch.ones(stop))}
@@ -227,23 +226,23 @@ def save_with_overlap(rank: int, root: Path) -> tuple[str, float]:
 
 
 def test_an_overlap_at_save_is_refused(tmp_path: Path) -> None:
-    for text, _ in on_ranks(2, save_with_overlap, tmp_path, tmp_path / "root"):
+    for text in on_ranks(2, save_with_overlap, tmp_path, tmp_path / "root"):
         assert "tensor 'x'" in text and "elements [0:4] are given 2 times" in text
     assert not (tmp_path / "root").exists()
 
 
-def save_unlike(rank: int, root: Path) -> tuple[str, float]:
+def save_unlike(rank: int, root: Path) -> str:
     shape = (8,) if rank == 0 else (4, 2)
     mine = {"x": LocalShard(shape, (0,) * len(shape), shape, 0, 8, torch.ones(8))}
     return refused(ValueError, lambda: checkpoint.save(root, 100, mine, {}))
 
 
 def test_ranks_that_disagree_about_a_tensor(tmp_path: Path) -> None:
-    for text, _ in on_ranks(2, save_unlike, tmp_path, tmp_path / "root"):
+    for text in on_ranks(2, save_unlike, tmp_path, tmp_path / "root"):
         assert text == "tensor 'x' is float32 of shape (8,) on rank 0, but float32 of shape (4, 2) on rank 1"
 
 
-def save_on_full_disk(rank: int, root: Path) -> tuple[str, float]:
+def save_on_full_disk(rank: int, root: Path) -> str:
     """Rank 1 may write 100 bytes a file; afterwards the disk has room again."""
     checkpoint.save(root, 50, held(rank, 1, 3, True), {})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -260,14 +259,13 @@ def save_on_full_disk(rank: int, root: Path) -> tuple[str, float]:
 
 
 def test_one_rank_that_cannot_write(tmp_path: Path) -> None:
-    for text, seconds in on_ranks(3, save_on_full_disk, tmp_path, tmp_path / "root"):
+    for text in on_ranks(3, save_on_full_disk, tmp_path, tmp_path / "root"):
         assert "iter_0000100 failed on rank 1: /" in text and text.endswith("/rank_00001.safetensors: File too large")
         assert "rank 0" not in text and "rank 2" not in text
-        assert seconds < 10
     assert sorted(os.listdir(tmp_path / "root")) == ["iter_0000050", "iter_0000100", "latest"]
 
 
-def save_into_folders_of_its_own(rank: int, root: Path, leftover: bool) -> tuple[str, float]:
+def save_into_folders_of_its_own(rank: int, root: Path, leftover: bool) -> str:
     """Save where `--save` names a disk of each node: every rank has a root that the others do not see."""
     mine = root / str(rank)
     if rank == 1 and leftover:
@@ -277,7 +275,7 @@ def save_into_folders_of_its_own(rank: int, root: Path, leftover: bool) -> tuple
 
 @pytest.mark.parametrize("leftover", [False, True])
 def test_a_folder_that_ranks_do_not_share(tmp_path: Path, leftover: bool) -> None:
-    for text, _ in on_ranks(2, save_into_folders_of_its_own, tmp_path, tmp_path, leftover):
+    for text in on_ranks(2, save_into_folders_of_its_own, tmp_path, tmp_path, leftover):
         assert "--save must be a folder shared by all ranks" in text
         assert ("rank_00001.safetensors is missing" if leftover else "made by rank 0, is not here") in text
     assert list(tmp_path.glob("*/iter_*")) == list(tmp_path.glob("*/latest")) == []
@@ -290,7 +288,7 @@ class Unsendable(Exception):
         raise TypeError("cannot be pickled")
 
 
-def save_with_unsendable_error(rank: int, root: Path) -> tuple[str, float]:
+def save_with_unsendable_error(rank: int, root: Path) -> str:
     def broken(tensor: torch.Tensor) -> memoryview:
         raise Unsendable("out of luck")
 
@@ -300,12 +298,11 @@ def save_with_unsendable_error(rank: int, root: Path) -> tuple[str, float]:
 
 
 def test_an_error_that_cannot_be_sent_does_not_hang(tmp_path: Path) -> None:
-    for text, seconds in on_ranks(2, save_with_unsendable_error, tmp_path, tmp_path / "root"):
+    for text in on_ranks(2, save_with_unsendable_error, tmp_path, tmp_path / "root"):
         assert "failed on rank 1: Unsendable: out of luck" in text
-        assert seconds < 10
 
 
-def load_damaged(rank: int, path: Path) -> tuple[str, float]:
+def load_damaged(rank: int, path: Path) -> str:
     return refused(ValueError, lambda: checkpoint.load(path, held(rank, 1, 3, False)))
 
 
@@ -315,14 +312,13 @@ def test_damage_that_one_rank_meets_is_everyones_error(tmp_path: Path) -> None:
     content = bytearray((path / "rank_00002.safetensors").read_bytes())
     content[-5] ^= 4
     (path / "rank_00002.safetensors").write_bytes(content)
-    for text, seconds in on_ranks(3, load_damaged, tmp_path, path):
+    for text in on_ranks(3, load_damaged, tmp_path, path):
         assert f"--load {path}: rank_00002.safetensors is damaged: tensor " in text
-        assert seconds < 10
     (path / "rank_00002.safetensors").write_bytes(content[:-1])
-    for text, _ in on_ranks(3, load_damaged, tmp_path, path):
+    for text in on_ranks(3, load_damaged, tmp_path, path):
         assert f"--load {path}: rank_00002.safetensors is damaged" in text
     (path / "manifest.json").unlink()
-    for text, _ in on_ranks(3, load_damaged, tmp_path, path):
+    for text in on_ranks(3, load_damaged, tmp_path, path):
         assert text == f"--load {path} is not a whole checkpoint: it has no manifest.json"
 
 
@@ -332,7 +328,7 @@ def pipeline_stage(rank: int, tied: str) -> dict[str, LocalShard]:
     return {f"layer{rank}": layer, tied: LocalShard((6, 2), (0, 0), (6, 2), 0, 12, torch.arange(12.0))}
 
 
-def stages(rank: int, root: Path) -> tuple[str, float]:
+def stages(rank: int, root: Path) -> str:
     path = checkpoint.save(root, 1, pipeline_stage(rank, "table"), {})
     checkpoint.load(path, pipeline_stage(rank, "table"))
     wrong = pipeline_stage(rank, "table" if rank == 0 else "untied")
@@ -340,7 +336,7 @@ def stages(rank: int, root: Path) -> tuple[str, float]:
 
 
 def test_pipeline_stages_with_names_of_their_own(tmp_path: Path) -> None:
-    for text, _ in on_ranks(2, stages, tmp_path, tmp_path / "root"):
+    for text in on_ranks(2, stages, tmp_path, tmp_path / "root"):
         assert "is a checkpoint of another model: it lacks 'untied', and this model lacks no tensor" in text
     whole = manifest.read_manifest(tmp_path / "root" / "iter_0000001")
     assert sorted(whole.tensors) == ["layer0", "layer1", "table"]
@@ -366,7 +362,7 @@ def test_a_rank_that_dies_during_a_save(tmp_path: Path) -> None:
     on_ranks(2, load_layout, tmp_path, tmp_path / "root", 1, 2, 1)
 
 
-def find_on_ranks(rank: int, root: Path, unseen: Path) -> tuple[str, float]:
+def find_on_ranks(rank: int, root: Path, unseen: Path) -> str:
     """A rank whose view of the file system lags behind asks rank 0."""
     path = checkpoint.find(root if rank == 0 else unseen, dist.group.WORLD)
     assert path == root / "iter_0000100"
@@ -375,7 +371,7 @@ def find_on_ranks(rank: int, root: Path, unseen: Path) -> tuple[str, float]:
 
 def test_rank_0_finds_for_all(tmp_path: Path) -> None:
     on_ranks(1, save_layout, tmp_path, tmp_path / "root", 1, 1, 1)
-    for text, _ in on_ranks(2, find_on_ranks, tmp_path, tmp_path / "root", tmp_path / "unseen"):
+    for text in on_ranks(2, find_on_ranks, tmp_path, tmp_path / "root", tmp_path / "unseen"):
         assert "iter_0000007 is not a whole checkpoint: there is no such folder" in text
 
 

@@ -559,9 +559,9 @@ def test_the_time_of_resumed_runs_is_recorded(
     capfd.readouterr()
     run = run_of(0, 1, config)
     run.train(find_checkpoint(config, run.mesh.host_group))
-    said, again = capfd.readouterr().out, records()[3]
+    said, (*_, again, last) = capfd.readouterr().out, records()
     assert again["iteration"] == 4 and again["start_seconds"]["first step"] >= again["step_seconds"]
-    assert again["recovery_seconds"] == pytest.approx(again["at"] - first[4]["at"], abs=0.1)
+    assert again["at"] <= first[4]["at"] + again["recovery_seconds"] <= last["at"]
     assert "resumed in " in said and "s after the last record; 2 iterations to compute again\n" in said
     start = events()[2]
     lost = sum(record["step_seconds"] + sum(record.get("pause_seconds", {}).values()) for record in first[3:])
