@@ -19,6 +19,7 @@ from megazero.plan.layout.flat_layout import (
     round_up,
     whole_ranges,
 )
+from tests.helpers.table import for_each
 
 NONE, TP, EP, BOTH = frozenset[str](), frozenset({"tp"}), frozenset({"ep"}), frozenset({"ep", "tp"})
 PLACES = ((NONE, NONE), (TP, NONE), (NONE, TP))  # sharded, summed
@@ -70,8 +71,8 @@ def test_everything_is_aligned() -> None:
         assert all(edge % ALIGN == 0 for r in ranges for edge in r)
 
 
-@pytest.mark.parametrize("axis", ["tp", "ep"])
-@pytest.mark.parametrize("which", ["decayed", "replicated", "sharded", "summed", "summed with sequence parallelism"])
+@for_each("axis", ["tp", "ep"])
+@for_each("which", ["decayed", "replicated", "sharded", "summed", "summed with sequence parallelism"])
 def test_ranges_hold_exactly_the_right_parameters(which: str, axis: str) -> None:
     for params, size, flat in CASES:
         chosen = {

@@ -12,6 +12,7 @@ from megazero.config.foreign.table import FOLDER
 from megazero.config.presets import PRESETS
 from megazero.optional import EXTRAS, load_optional
 from megazero.price.time.devices import DEVICES
+from tests.helpers.table import for_each
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -43,9 +44,7 @@ def test_console_commands_and_their_files_are_in_the_package() -> None:
         assert packaged == {path.name for path in folder.glob("*.toml")} != set()
 
 
-@pytest.mark.parametrize(
-    ("module", "extra"), [("matplotlib.figure", "plots"), ("tiktoken", "hf"), ("datasets", "data")]
-)
+@for_each(("module", "extra"), [("matplotlib.figure", "plots"), ("tiktoken", "hf"), ("datasets", "data")])
 def test_a_missing_package_is_asked_for(monkeypatch: pytest.MonkeyPatch, module: str, extra: str) -> None:
     package = module.partition(".")[0]
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:

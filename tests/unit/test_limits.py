@@ -28,6 +28,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.capacity import check_memory
 from tests.helpers.programs import warm
+from tests.helpers.table import for_each
 
 MAX_LINES = 4_000_000  # an estimate takes up to some 1,000,000; a loop over a billion candidates never ends
 HOST = Machine(range(1), "cpu", None, Available(8 << 30, "of host memory"))
@@ -141,7 +142,7 @@ def test_every_number_has_a_range() -> None:
         assert flag.bounds is None or flag.bounds.why, f"{name}: an upper bound says why"
 
 
-@pytest.mark.parametrize("flag", sorted(name for name, flag in flags().items() if flag.bounds))
+@for_each("flag", sorted(name for name, flag in flags().items() if flag.bounds))
 def test_both_ends_of_a_range_hold(flag: str) -> None:
     bounds, kind = flags()[flag].bounds, flags()[flag].kind
     assert bounds.complaint(bounds.least) == "" or bounds.least_open
@@ -197,7 +198,7 @@ EXPLICIT = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("line", "ranks", "said"), EXPLICIT, ids=[case[0][:60] for case in EXPLICIT])
+@for_each(("line", "ranks", "said"), EXPLICIT)
 def test_a_refusal_names_flag_value_and_way_out(line: str, ranks: int, said: str) -> None:
     result = start(line.split(), ranks)
     assert isinstance(result, str) and re.match(said, result), result

@@ -25,6 +25,7 @@ from megazero.data.fingerprint import fingerprint
 from megazero.data.writer import IndexedWriter
 from megazero.run.resume import changed_options, check_data, find_checkpoint
 from megazero.run.run_state import RunState
+from tests.helpers.table import for_each
 
 STATE = RunState(1, 8, 1, None, asdict(ModelConfig()), {}, {}, run="ours")
 
@@ -288,7 +289,7 @@ def test_folders_that_cannot_be_written_are_refused_at_the_start(tmp_path: Path)
 # -- the state
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "words"),
     [
         ({"iteration": -1}, r"`int` >= 0 - at `\$.iteration`"),
