@@ -244,3 +244,9 @@ def test_the_linter_has_no_complaint(command: list[str]) -> None:
     program = Path(sys.executable).parent / command[0]
     done = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_tests_import_no_benchmarks() -> None:
+    """Benchmarks import tests/helpers, and have their own tests in benchmarks/tests."""
+    files = (ROOT / "tests").rglob("*.py")
+    assert not [path for path in files if re.search(r"^ *(?:from|import) benchmarks", path.read_text(), re.MULTILINE)]
