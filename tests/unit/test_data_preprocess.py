@@ -140,6 +140,7 @@ def test_workers_and_chunks_change_no_byte(tmp_path: Path, monkeypatch) -> None:
         assert bytes_of[0] == bytes_of[1] == bytes_of[2]
 
 
+@pytest.mark.second
 def test_chunks_in_memory_are_bounded(tmp_path: Path, monkeypatch) -> None:
     """However far the reader could run ahead of slow workers, it must not: in number and in bytes."""
     monkeypatch.setattr(reading, "CHUNK_BYTES", 1)

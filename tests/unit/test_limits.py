@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any, Literal
 
 import pytest
-import torch._dynamo  # noqa: F401 - its import, of a million lines, is not counted
 
 from megazero.config.cli import parse
 from megazero.config.flags import flags
@@ -82,6 +81,8 @@ def limited_work(max_lines: int = MAX_LINES) -> Iterator[list[int]]:
 
 def start(argv: list[str], world_size: int, vocab_size: int = 257) -> tuple[Config, Layout] | str:
     """Return the configuration that a run starts with, or its refusal, by the steps of pretrain_gpt.py."""
+    import torch._dynamo  # noqa: F401 - a million lines, which do not count
+
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):

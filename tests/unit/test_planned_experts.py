@@ -153,6 +153,7 @@ def test_a_search_finds_the_best_division_of_experts(capsys: pytest.CaptureFixtu
         assert make_plan(*again).seconds == plan.seconds and again[1] == plan.layout
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_a_model_without_experts_has_no_divisions_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     argv = (

@@ -293,6 +293,7 @@ def test_defaults_of_the_architecture_are_not_repeated(name: str) -> None:
 MIXTURES = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "olmoe-1b-7b")  # named by other sizes
 
 
+@pytest.mark.second
 @for_each("name", [name for name in SHAPES if name not in (*SMALL, *MIXTURES)])
 def test_the_name_says_the_size(name: str) -> None:
     """Within a twentieth, or rounded down to a whole billion, as some developers do."""
