@@ -6,12 +6,12 @@ BIN := .venv/bin
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-check:  ## format, lint, imports, types of the pure folders, short unit tests
+check:  ## format, lint, imports, types, and the unit tests of the files that changed: half a minute on two cores
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not second and not gpu and not long" tests/unit
+	$(BIN)/python -m tests.changed
 
 format:  ## rewrite all files in the house's format
 	$(BIN)/ruff format .
@@ -36,8 +36,11 @@ chaos:  ## 100 kills, 20 full disks and 1,000 damages at random, then 200 chains
 	$(BIN)/python -m tests.chaos
 	$(BIN)/python -m tests.chains
 
-mutate:  ## plant the faults of tests/mutations.toml one by one: is each noticed? Half an hour
+mutate:  ## plant the faults of tests/mutations.toml, then single-token faults in the step's modules: a night
 	$(BIN)/python -m tests.mutate
+	$(BIN)/python -m pip install -q mutmut==3.8.1
+	$(BIN)/mutmut run
+	$(BIN)/mutmut results
 
 same-bits:  ## are losses, bytes and checkpoints of 28 layouts bit for bit those of main? Two minutes
 	$(BIN)/python -m tests.same_bits --before main

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.measure import block_saves, interval, kept_by_a_block, korthikanti
+from benchmarks.measure import interval
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.model.stage import declare
@@ -38,6 +38,7 @@ from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.estimate import estimate
 from megazero.step.batch import MicroBatch
 from megazero.step.engine import Engine
+from tests.helpers.block_bytes import block_saves, kept_by_a_block, korthikanti
 
 
 @dataclass(frozen=True)

@@ -10,25 +10,13 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.peers import Training, Work
-
-
-def resident(field: str) -> int:
-    """Bytes from /proc/self/status: VmRSS, or VmHWM, its peak since `forget_peak`."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return 1024 * int(line.split()[1])
-    raise AssertionError(f"no {field} in /proc/self/status")
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+from tests.helpers.resident import forget_peak, resident
 
 
 class Rank:

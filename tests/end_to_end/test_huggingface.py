@@ -7,7 +7,6 @@ import json
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.huggingface import measure
 from megazero.checkpoint import find, streaming
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import ModelConfig
@@ -388,22 +386,6 @@ def test_values_beyond_fp16_are_refused(tied, tmp_path: Path) -> None:
     back = import_(output, tmp_path / "back")
     with pytest.raises(ValueError, match=r"--dtype fp16: head.norm.bias holds values beyond 65504.* use bf16 or fp32"):
         export(back, tmp_path / "half", dtype="fp16")
-
-
-@pytest.mark.slow  # half a minute; bands of rows are tried by default
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Eight times the layers, of 12.6 MB each: less than two layers' memory more."""
-    model = ModelConfig(hidden_size=512, num_attention_heads=8, seq_length=64, vocab_size=999)
-    small, large = (measure(replace(model, num_layers=layers), tmp_path / str(layers)) for layers in (4, 32))
-    assert large.export_mb < small.export_mb + 25 and large.import_mb < small.import_mb + 25, (small, large)
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_vocabulary(tmp_path: Path) -> None:
-    """A table of 1 GiB instead of 512 MiB: it is read, converted and written band by band."""
-    model = ModelConfig(hidden_size=512, num_attention_heads=8, seq_length=64, num_layers=1)
-    small, large = (measure(replace(model, vocab_size=size), tmp_path / str(size)) for size in (256 * 1024, 512 * 1024))
-    assert large.export_mb < small.export_mb + 100 and large.import_mb < small.import_mb + 100, (small, large)
 
 
 def test_bands_of_a_table_are_the_table(tied, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.measure import block_saves, kept_by_a_block, korthikanti
 from megazero.activations.store import KeptInputs
 from megazero.comm.mesh.mesh import Mesh
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
@@ -17,6 +16,7 @@ from megazero.memory.tracker import MemoryTracker
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
+from tests.helpers.block_bytes import block_saves, kept_by_a_block, korthikanti
 from tests.parallel.cases import MODEL, Case, new_engine, train
 
 LLAMA = replace(MODEL, architecture="llama", num_query_groups=2)

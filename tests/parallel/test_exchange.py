@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.rank import forget_peak, resident
 from megazero.comm.mesh.mesh import Mesh
 from megazero.plan.layout.topology import Layout
 from tests.helpers.late import late_collectives
+from tests.helpers.resident import forget_peak, resident
 
 CPU = torch.device("cpu")
 

@@ -18,6 +18,7 @@ from megazero.plan.layout.layers import layer_costs
 from megazero.plan.layout.parameters import unit_layout
 from megazero.plan.layout.resolve import resolve
 from megazero.price.trace.trace import model_flops, trace_block
+from tests.helpers.table import for_each
 from tests.parallel.cases import Case
 from tests.unit.test_config import make
 
@@ -47,7 +48,7 @@ def test_qwen3_is_llama_with_norms_of_queries_and_keys() -> None:
     assert parse(["--architecture", "qwen3", "--no-qk-layernorm"]).model == replace(qwen3, qk_layernorm=False)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@for_each("architecture", ARCHITECTURES)
 def test_heads_have_a_width_of_their_own(architecture: str) -> None:
     """It need not divide the hidden size, and nothing else changes."""
     model = parse(f"--architecture {architecture} --hidden-size 60 --num-attention-heads 8 --kv-channels 24".split())
@@ -58,7 +59,7 @@ def test_heads_have_a_width_of_their_own(architecture: str) -> None:
     assert shapes.keys() == {spec.name for spec in usual}
 
 
-@pytest.mark.parametrize(("architecture", "biases"), [("llama", False), ("parallel", True)])
+@for_each(("architecture", "biases"), [("llama", False), ("parallel", True)])
 def test_norms_of_heads_are_those_of_the_block(architecture: str, biases: bool) -> None:
     specs = declare(replace(LLAMA, architecture=architecture, qk_layernorm=True, kv_channels=20), 4).first_block.params
     norms = {spec.name.removeprefix("blocks.0.attention."): spec for spec in specs if "_norm" in spec.name}
@@ -78,7 +79,7 @@ def test_norms_over_all_heads_are_sharded_like_the_heads() -> None:
         assert (key.shape, (key.sharded, key.summed), key.decays) == ((2 * 20,), keys, False)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options, message",
     [
         ({"num_query_groups": 2}, "--architecture gpt2 has no --num-query-groups 2; use one of llama, mistral"),
@@ -107,7 +108,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
         resolve(config, config.parallel.tensor_model_parallel_size, 0, declare)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("flags", "width", "near"),
     [
         ("--window-size 8", 20, 24),
@@ -132,8 +133,8 @@ def test_options_of_architectures_are_flags_of_the_model() -> None:
         assert all(flags()[option][0] == "model" for option in entry.options)
 
 
-@pytest.mark.parametrize(("architecture", "d"), [("llama", 8), ("llama", 20), ("qwen3", 20)])
-@pytest.mark.parametrize("groups", [1, 2, 8])
+@for_each(("architecture", "d"), [("llama", 8), ("llama", 20), ("qwen3", 20)])
+@for_each("groups", [1, 2, 8])
 def test_flops_of_a_llama_are_those_of_its_products(groups: int, architecture: str, d: int) -> None:
     """Three times the forward: 2 h (n + 2 g) d for q, k, v, 2 n d h, 4 s n d for attention, 6 h f, 2 V h at the end."""
     model = replace(LLAMA, num_query_groups=groups, architecture=architecture, kv_channels=d)
@@ -156,7 +157,7 @@ def test_fewer_groups_than_ranks_are_replicated_and_their_gradients_summed() -> 
         assert flat.summed("tp", True) == flat.replicated("tp")
 
 
-@pytest.mark.parametrize("all_heads", [False, True])
+@for_each("all_heads", [False, True])
 def test_norms_of_queries_and_keys_keep_copies_of_their_inputs(all_heads: bool) -> None:
     """In fp32: queries and keys, not the values next to the keys; and a number per head, or two per token."""
     plain = replace(LLAMA, kv_channels=20)

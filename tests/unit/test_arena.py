@@ -6,8 +6,6 @@ import itertools
 import random
 from dataclasses import replace
 
-import pytest
-
 from megazero.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.model.stage import TOKEN_EMBEDDING, declare
 from megazero.plan.layout.topology import Layout
@@ -16,6 +14,7 @@ from megazero.plan.program.operations import Forward, Gather, Ops, Release, Star
 from megazero.plan.program.program import program
 from megazero.plan.program.rank_spec import RankSpec, rank_spec
 from megazero.plan.schedule.schedules import EVALUATION
+from tests.helpers.table import for_each
 
 
 def test_lives_that_overlap_in_time_do_not_in_memory() -> None:
@@ -43,7 +42,7 @@ def chain(*sizes: int) -> list[Life]:
     return [Life(2 * i, 2 * i + 3, size) for i, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "lives",
     [
         chain(12, 12, 12, 16, 12, 12, 12),
@@ -127,7 +126,7 @@ def test_an_evaluation_fits_the_arena_of_a_step() -> None:
     assert program(made, "1f1b", 4, limit) == program(made, "1f1b", 4)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@for_each("overlap", [False, True])
 def test_it_does_not_grow_with_the_layers_or_the_micro_batches(overlap: bool) -> None:
     few = spec(replace(MODEL, num_layers=3), overlap_comm=overlap)
     many = spec(replace(MODEL, num_layers=40), overlap_comm=overlap)
@@ -157,7 +156,7 @@ def most_gathered(made: RankSpec, ops: Ops) -> int:
     return most
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero-bubble", EVALUATION])
+@for_each("schedule", ["1f1b", "gpipe", "interleaved", "zero-bubble", EVALUATION])
 def test_it_holds_no_more_than_what_is_gathered_at_once(schedule: str) -> None:
     """On every stage, for tables smaller and larger than a block."""
     for vocabulary, untied, overlap, pp in itertools.product((64, 4096, 8192, 50304), (0, 1), (0, 1), (1, 2, 3)):

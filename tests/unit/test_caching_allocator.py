@@ -10,11 +10,15 @@ import pytest
 from megazero.memory.fragmentation import Fragmentation, fragmentation
 from tests.caching_allocator import Block, CachingAllocator, OutOfMemory
 from tests.helpers.fragmentation import ratio
+from tests.helpers.table import for_each
+
+pytestmark = pytest.mark.second
+
 
 KiB, MiB = 1 << 10, 1 << 20
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("requested", "allocated", "reserved"),
     [
         (1, 512, 2 * MiB),

@@ -25,6 +25,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.capacity import check_memory, checkpoint_bytes, estimated, least
+from tests.helpers.table import for_each
 from tests.unit.test_config import make
 from tests.unit.test_limits import limited_work
 
@@ -120,8 +121,9 @@ def resolved(world_size: int, options: dict[str, Any]) -> tuple[Config, Layout]:
     return resolve(make(**(SMALL | options)), world_size, 0, declare)
 
 
-@pytest.mark.parametrize(("world_size", "options"), LAYOUTS, ids=str)
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.second
+@for_each(("world_size", "options"), LAYOUTS)
+@for_each("device_type", ["cpu", "cuda"])
 def test_the_lower_bound_is_one(world_size: int, options: dict[str, Any], device_type: str) -> None:
     """Never more than the estimate, and at least its parameters and optimizer states: or it would refuse too much."""
     config, layout = resolved(world_size, options)
@@ -142,8 +144,8 @@ def test_the_lower_bound_takes_a_few_lines_for_each_layer() -> None:
     assert lines[0] < 20_000 and lines[1] - lines[0] < 18 * 4096
 
 
-@pytest.mark.parametrize(("world_size", "options"), LAYOUTS, ids=str)
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@for_each(("world_size", "options"), LAYOUTS)
+@for_each("device_type", ["cpu", "cuda"])
 def test_a_run_is_refused_where_a_byte_is_missing(world_size: int, options: dict[str, Any], device_type: str) -> None:
     """On a CPU the ranks of a node share the host; a GPU is a rank's own, and copies of inputs are the host's."""
     config, layout = resolved(world_size, options)
@@ -164,7 +166,7 @@ def test_a_run_is_refused_where_a_byte_is_missing(world_size: int, options: dict
     check_memory(config, layout, fullest, Machine(range(world_size), device_type, None, None))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("device_type", "elastic", "times"), [("cpu", "", 1), ("cuda", "", 1), ("cuda", "3:4", 4 / 3), ("cuda", "1:4", 2)]
 )
 def test_copies_in_memory_are_host_memory(device_type: str, elastic: str, times: float) -> None:
@@ -188,7 +190,7 @@ def test_copies_in_memory_are_host_memory(device_type: str, elastic: str, times:
     check_memory(config, layout, 2, Machine(range(2, 3), device_type, None, Available(total, ""), copies=2 * copies))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("world_size", "options", "share", "expected"),
     [
         (4, {"zero_stage": 0}, 0.9, "--zero-stage 1"),
@@ -196,7 +198,6 @@ def test_copies_in_memory_are_host_memory(device_type: str, elastic: str, times:
         (1, {"micro_batch_size": 4}, 0.7, "--recompute"),
         (1, {"num_layers": 40}, 0.3, "--num-layers"),
     ],
-    ids=str,
 )
 def test_the_way_out_is_one(world_size: int, options: dict[str, Any], share: float, expected: str) -> None:
     """The flags that a refusal names make the run fit."""
@@ -232,7 +233,7 @@ def test_the_machine_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine(launch.World(0, 1, 0, "single"), torch.device("cpu")).ranks == range(1)
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@for_each("fraction", [1.0, 0.5])
 def test_states_on_the_host_are_the_hosts(fraction: float) -> None:
     for options in ({}, {"precision": "bf16", "zero_stage": 2}):
         given = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
@@ -245,8 +246,9 @@ def test_states_on_the_host_are_the_hosts(fraction: float) -> None:
             assert not bound.device["optimizer"]
 
 
+@pytest.mark.second
 @pytest.mark.long
-@pytest.mark.parametrize(("preset", "gigabytes"), [("gpt2-1.5b", 4), ("llama-1b", 8)])
+@for_each(("preset", "gigabytes"), [("gpt2-1.5b", 4), ("llama-1b", 8)])
 def test_the_preset_that_is_named_fits(preset: str, gigabytes: int) -> None:
     here = Machine(range(1), "cpu", None, Available(gigabytes * 10**9, "of host memory"))
     with pytest.raises(ValueError) as refusal:
@@ -264,6 +266,7 @@ def test_the_documented_refusal_is_raised() -> None:
     assert f"```\nerror: {refusal.value}\n```" in (ROOT / "docs" / "outputs.md").read_text()
 
 
+@pytest.mark.second
 def test_flags_that_are_refused_import_no_torch() -> None:
     """Because importing torch alone takes seconds."""
     program = """

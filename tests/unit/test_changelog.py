@@ -13,6 +13,7 @@ from megazero.config.flags import flags
 from megazero.config.foreign.table import read_tables
 from megazero.config.foreign.translate import OWN_WORDS
 from tests.helpers.programs import ROOT
+from tests.helpers.table import for_each
 
 HEADINGS = ["Added", "Changed", "Fixed"]
 MAX_ALIKE = 0.75  # difflib ratio of two entries
@@ -52,13 +53,14 @@ def faults(text: str) -> Iterator[str]:
             yield f"'{one}' repeats '{other}'"
 
 
+@pytest.mark.second
 def test_the_changelog_keeps_its_form() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert list(faults(text)) == []
     assert 20 < len(entries(text)) <= 60
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "fault"),
     [
         ("### Fixed\n- A bug.\n### Added\n- A thing.", "in this order"),

@@ -22,6 +22,7 @@ from megazero.config.schema import CheckpointConfig, Config, ModelConfig
 from megazero.run.resume import find_checkpoint
 from megazero.run.run_state import RunState, run_tokenizer
 from megazero.zero.shards import LocalShard
+from tests.helpers.table import for_each
 
 SHAPES = {"model.w": (5, 7), "model.b": (7,), "exp_avg.w": (5, 7)}
 STATE: dict[str, Any] = {
@@ -133,8 +134,8 @@ def replace_by(path: Path, kind: str) -> None:
 KINDS = ("folder", "FIFO", "device", "dangling link", "loop")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("file", ["manifest.json", "state.json", "rank_00000.safetensors", "tokenizer/tokenizer.json"])
+@for_each("kind", KINDS)
+@for_each("file", ["manifest.json", "state.json", "rank_00000.safetensors", "tokenizer/tokenizer.json"])
 def test_anything_but_a_file_is_damage(sound: Path, tmp_path: Path, file: str, kind: str) -> None:
     root = copied(sound, tmp_path)
     replace_by(root / "iter_0000001" / file, kind)
@@ -145,7 +146,7 @@ def test_anything_but_a_file_is_damage(sound: Path, tmp_path: Path, file: str, k
         checkpoint.load(root / "iter_0000001", tensors(0.0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_a_latest_that_is_no_file_is_said_and_replaced_by_the_newest(
     sound: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,7 +160,7 @@ def test_a_latest_that_is_no_file_is_said_and_replaced_by_the_newest(
             checkpoint.find(root, exact=True)
 
 
-@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/passwd", "rank_00000.safetensors/../x", ".", ""])
+@for_each("name", ["../../secret.safetensors", "/etc/passwd", "rank_00000.safetensors/../x", ".", ""])
 def test_a_manifest_cannot_name_a_file_elsewhere(sound: Path, tmp_path: Path, name: str) -> None:
     root = copied(sound, tmp_path)
     folder = root / "iter_0000001"
@@ -171,7 +172,7 @@ def test_a_manifest_cannot_name_a_file_elsewhere(sound: Path, tmp_path: Path, na
             checkpoint.load(folder, tensors(0.0))
 
 
-@pytest.mark.parametrize("name", ["", "manifest.json", "state.json", "rank_00000.safetensors", "tokenizer"])
+@for_each("name", ["", "manifest.json", "state.json", "rank_00000.safetensors", "tokenizer"])
 def test_links_are_followed(sound: Path, tmp_path: Path, name: str) -> None:
     """A checkpoint, or a file of it, may be a link to a copy elsewhere."""
     root = copied(sound, tmp_path)
@@ -199,7 +200,7 @@ def test_an_older_checkpoint_has_no_attached_file(sound: Path, tmp_path: Path) -
         run_tokenizer(folder, RunState.read(folder))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model", "words"),
     [
         ({}, "--vocab-size 0"),
@@ -221,8 +222,8 @@ def test_a_state_without_a_model_is_refused(sound: Path, tmp_path: Path, model: 
         RunState.read(folder).model_config(folder)
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "1e999", "NaN", '"x"', "[" * 100_000, '{"a":' * 50_000, "{", "", "\0"])
-@pytest.mark.parametrize("file", ["manifest.json", "state.json"])
+@for_each("text", ["[]", "null", "1e999", "NaN", '"x"', "[" * 100_000, '{"a":' * 50_000, "{", "", "\0"])
+@for_each("file", ["manifest.json", "state.json"])
 def test_odd_json_is_damage(sound: Path, tmp_path: Path, file: str, text: str) -> None:
     root = copied(sound, tmp_path)
     (root / "iter_0000001" / file).write_text(text)
@@ -350,8 +351,8 @@ def keep_one(root: Path, iteration: int) -> None:
     checkpoint.prune(root, 1, run=STATE["run"])
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("function", ["checkpoints", "_read_latest", "_fault"])
+@for_each("exact", [False, True])
+@for_each("function", ["checkpoints", "_read_latest", "_fault"])
 def test_a_folder_that_is_pruned_while_it_is_looked_for(
     function: str, exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

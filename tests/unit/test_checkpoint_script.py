@@ -15,6 +15,7 @@ from megazero.config.schema import ModelConfig
 from megazero.run.run_state import RunState
 from megazero.zero.shards import LocalShard
 from tests.helpers.programs import warm
+from tests.helpers.table import for_each
 
 
 def save(root: Path, iteration: int) -> Path:
@@ -30,7 +31,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("file", "at", "words"),
     [
         ("rank_00000.safetensors", -1, "tensor 'exp_avg.w' at"),

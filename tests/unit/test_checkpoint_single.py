@@ -19,6 +19,7 @@ from megazero.checkpoint import folders, manifest, storage
 from megazero.plan.layout.regions import Region
 from megazero.zero import shards
 from megazero.zero.shards import LocalShard
+from tests.helpers.table import for_each
 
 SHAPES = {"w": (5, 7), "b": (7,), "qkv": (2, 3, 2, 5), "scale": ()}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8]
@@ -52,8 +53,8 @@ def flip_bit(path: Path, position: int, bit: int = 0) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("chunk_bytes", [8, 64, 2**20])
+@for_each("dtype", DTYPES)
+@for_each("chunk_bytes", [8, 64, 2**20])
 def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk_bytes: int) -> None:
     monkeypatch.setattr(shards, "CHUNK_BYTES", chunk_bytes)
     state = {"consumed_samples": 12, "layout": {"tp": 1}, "loss": 0.1, "name": "é"}
@@ -162,7 +163,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("file", ["manifest.json", "state.json", "rank_00000.safetensors"])
+@for_each("file", ["manifest.json", "state.json", "rank_00000.safetensors"])
 def test_every_flipped_bit_is_found(tmp_path: Path, file: str) -> None:
     """One bit of every byte in turn (of tensors: of every seventh), header and data; the error names the file."""
     path = checkpoint.save(tmp_path, 1, model(1), {"consumed_samples": 123})
@@ -175,8 +176,8 @@ def test_every_flipped_bit_is_found(tmp_path: Path, file: str) -> None:
     assert_holds(path, 1)
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "state.json", "rank_00000.safetensors"])
-@pytest.mark.parametrize("remove", [False, True])
+@for_each("file", ["manifest.json", "state.json", "rank_00000.safetensors"])
+@for_each("remove", [False, True])
 def test_a_truncated_or_missing_file(tmp_path: Path, file: str, remove: bool) -> None:
     older = checkpoint.save(tmp_path, 1, model(1), {"a": 1})
     path = checkpoint.save(tmp_path, 2, model(2), {"a": 2})
@@ -321,7 +322,7 @@ def test_what_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogC
     assert_holds(elsewhere, 1)
 
 
-@pytest.mark.parametrize("again", [False, True])
+@for_each("again", [False, True])
 def test_a_save_that_fails_after_it_has_its_name_gives_it_back(tmp_path: Path, again: bool) -> None:
     """Free its disk space, and restore the checkpoint that it replaced."""
     checkpoint.save(tmp_path, 1, model(1), {})
@@ -333,8 +334,8 @@ def test_a_save_that_fails_after_it_has_its_name_gives_it_back(tmp_path: Path, a
     assert_holds(tmp_path / "iter_0000001", 1)
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "disk"), KeyboardInterrupt()], ids=repr)
+@for_each("again", [False, True])
+@for_each("error", [OSError(errno.EIO, "disk"), KeyboardInterrupt()])
 def test_a_save_that_fails_after_latest_names_it_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, again: bool
 ) -> None:

@@ -19,6 +19,7 @@ from megazero.price.bytes.capacity import check_memory
 from megazero.price.plan import make_plan
 from megazero.price.search.choose import Chosen, choose_layout, device_of_ranks
 from megazero.price.time.devices import Constant, Device, load_device
+from tests.helpers.table import for_each
 
 TINY = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 257 --global-batch-size 8 "
@@ -71,8 +72,9 @@ GIVEN = {
 }
 
 
+@pytest.mark.second
 @pytest.mark.long
-@pytest.mark.parametrize("flag", LAYOUT_FLAGS)
+@for_each("flag", LAYOUT_FLAGS)
 def test_a_given_flag_keeps_its_value(flag: str) -> None:
     """Even one that no search tries, and the layout is one that a run accepts."""
     line, world = GIVEN[flag]
@@ -140,7 +142,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("line", REFUSED)
+@for_each("line", REFUSED)
 def test_refusals_name_the_flags_and_the_way_out(line: str) -> None:
     world, said = REFUSED[line]
     with pytest.raises(ValueError, match=said):
@@ -174,6 +176,7 @@ def test_the_device_of_ranks_is_their_card() -> None:
         device_of_ranks(named, "", Machine(range(2), "cpu", None, None), 2)
 
 
+@pytest.mark.second
 def test_the_printed_flags_make_the_same_run() -> None:
     command = asked("--tensor-model-parallel-size 2")
     found, config = choose("--tensor-model-parallel-size 2", 6)
@@ -187,6 +190,7 @@ def test_the_printed_flags_make_the_same_run() -> None:
     assert found.words(config, CPU).endswith("To fix this layout, leave out --layout auto")
 
 
+@pytest.mark.second
 def test_the_printed_flags_replace_those_of_a_preset(tmp_path: Path) -> None:
     """Without --layout auto the preset's layout counts again, also where the choice is a default."""
     preset = tmp_path / "mine.toml"

@@ -22,7 +22,11 @@ from megazero.price.time.devices import load_device
 from megazero.price.trace.kernels import Events, Operator
 from megazero.price.trace.trace import _matrix_flops, trace
 from tests.helpers.rows import ROWS, known_row, options_of, parse_as
+from tests.helpers.table import for_each
 from tests.parallel.test_kinds import WIDE
+
+pytestmark = pytest.mark.second
+
 
 SIZES = "--num-layers 6 --hidden-size 64 --num-attention-heads 8 --kv-channels 12 --ffn-hidden-size 200 --seq-length 32"
 SEARCHED = f"{SIZES} --plan-search --world-size 8 --global-batch-size 16 --device-type h100-80gb --precision bf16"
@@ -37,7 +41,7 @@ def flops(events: Events) -> int:
     return sum(event.product.flops for event in events if isinstance(event, Operator) and event.product is not None)
 
 
-@pytest.mark.parametrize("architecture", ROWS)
+@for_each("architecture", ROWS)
 def test_flops_of_a_layer_are_those_of_its_trace(architecture: str) -> None:
     """Stages are split by them."""
     with known_row(architecture):
@@ -54,8 +58,8 @@ def test_flops_of_a_layer_are_those_of_its_trace(architecture: str) -> None:
             assert costs.head == pytest.approx(_matrix_flops(model, "head", Use.HEAD) / mean)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("architecture", ROWS)
+@for_each("recompute", ["none", "selective", "full"])
+@for_each("architecture", ROWS)
 def test_costs_of_passes_are_those_of_their_trace(architecture: str, recompute: str) -> None:
     """Zero-bubble schedules plan by them. With explicit attention they are equal; a full recompute may omit
     the last products, which the formula counts."""

@@ -27,6 +27,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.estimate import estimate
+from tests.helpers.table import for_each
 
 
 def up(number: int, multiple: int) -> int:
@@ -314,7 +315,7 @@ def draw(seed: int) -> tuple[Config, Layout]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seeds", [range(k, k + 20) for k in range(0, 60, 20)], ids=str)
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 60), marks=pytest.mark.second)])
 def test_estimate_is_the_closed_formulas(seeds: range) -> None:
     """On the first rank of every stage. Sums of rounded-down terms: a byte per collective is forgiven.
 
@@ -338,9 +339,10 @@ def test_estimate_is_the_closed_formulas(seeds: range) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("staged", [True, False], ids=["gloo", "NCCL"])
-def test_buffers_at_stage_3(staged: bool) -> None:
-    for seed in range(30):
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 30), marks=pytest.mark.second)])
+@for_each("staged", [True, False])
+def test_buffers_at_stage_3(staged: bool, seeds: range) -> None:
+    for seed in seeds:
         r = random.Random(seed)
         micro_batches, dp, precision = r.choice([1, 3]), r.choice([2, 4]), r.choice(["fp32", "bf16"])
         model = ModelConfig(
@@ -374,7 +376,7 @@ def test_what_nccl_and_a_gpu_take_instead() -> None:
     """On gloo a reduce-scatter needs scratch for messages of the others, on NCCL as large as its result. Copies to the
     host use two device buffers each way on a GPU, and none on a CPU. Nothing else differs."""
     seen = set()
-    for seed in range(48):
+    for seed in range(24):
         config, layout = draw(seed)
         if config.parallel.cp_exchange == "ring":  # in fp32, a GPU has none
             continue
@@ -406,7 +408,7 @@ def test_the_peak_of_a_single_process() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("needs_staging_buffer", [True, False], ids=["gloo", "NCCL"])
+@for_each("needs_staging_buffer", [True, False])
 def test_the_peak_lies_between_its_bounds(needs_staging_buffer: bool) -> None:
     for seed in range(40):
         config, layout = draw(seed)

@@ -25,6 +25,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.step.optimization import learning_rate
+from tests.helpers.table import for_each
 
 # Flags that scripts, users and checks outside this repository rely on.
 SURFACE = set(
@@ -140,7 +141,7 @@ def test_the_last_flag_wins() -> None:
     assert (config.optimizer.lr, config.model.untie_embeddings, config.data.data_path) == (3.0, False, ("1", "b"))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("argv", "said"),
     [
         (["--num-layer", "3"], "Perhaps you meant: --num-layers"),
@@ -250,7 +251,7 @@ def test_an_unknown_preset_is_refused(presets: Path) -> None:
         parse(["--preset", "x/y.toml"])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "said"),
     [
         ("num-layer = 3", r"unknown key 'num-layer'; did you mean num-layers\?"),
@@ -352,7 +353,7 @@ def test_resolve_fills_in_what_is_derived() -> None:
     assert resolve(config, 24, 257, declare) == (config, layout)
 
 
-@pytest.mark.parametrize("asked", ["fp32", "fp64"])
+@for_each("asked", ["fp32", "fp64"])
 def test_an_fp64_run_has_fp64_gradients(asked: str) -> None:
     assert resolve(make(precision="fp64", grad_dtype=asked), 1, 257, declare)[0].training.grad_dtype == "fp64"
 
@@ -772,7 +773,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "kinds"),
     [
         ({}, "GGGGG"),
@@ -786,7 +787,7 @@ def test_kinds_of_attention_repeat_over_the_layers(options: dict[str, Any], kind
     assert "".join(map(config.model.attention_kind, range(5))) == kinds
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("pattern", "layers"), [("1", [0, 1, 2, 3, 4]), ("2", [0, 2, 4]), ("7", [0]), ("DE", [1, 3]), ("EED", [0, 1, 3, 4])]
 )
 def test_layers_with_experts_repeat(pattern: str, layers: list[int]) -> None:
@@ -797,7 +798,7 @@ def test_layers_with_experts_repeat(pattern: str, layers: list[int]) -> None:
     )] == layers  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ["qwen2-moe", "qwen3-moe", "mixtral", "olmoe"])
+@for_each("architecture", ["qwen2-moe", "qwen3-moe", "mixtral", "olmoe"])
 def test_architectures_with_experts_go_without(architecture: str) -> None:
     """Their defaults of other flags are no user's choice. A gate without a shared expert has no weight."""
     for flags_ in ([], ["--num-experts", "0"]):
@@ -807,7 +808,7 @@ def test_architectures_with_experts_go_without(architecture: str) -> None:
         assert names == (dense if flags_ else {"mlp.router.weight", "mlp.experts.up.weight", "mlp.experts.down.weight"})
 
 
-@pytest.mark.parametrize(("options", "ranks", "vocab_size", "said"), REFUSALS, ids=str)
+@for_each(("options", "ranks", "vocab_size", "said"), REFUSALS)
 def test_resolve_refuses(options: dict[str, Any], ranks: int, vocab_size: int, said: str) -> None:
     with pytest.raises(ValueError, match=f"^{said}" if said.startswith("--") else said):
         resolve(make(**options), ranks, vocab_size, declare)
@@ -849,7 +850,7 @@ def test_corpora_that_the_metrics_tell_apart() -> None:
 WIDE_HEADS = {"architecture": "llama", "kv_channels": 264, "precision": "bf16", "seq_length": 64, "vocab_size": 9}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "refusal"),
     [
         (

@@ -89,6 +89,7 @@ def core(axis: Axis, again: bool = False, ring: bool = False, scores: Scores = P
     return CoreAttention(Dropout(0.0, 0, 0, "scores"), EAGER, again, scores, axis, ring)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("how", ["gathered", "gathered again", "ring"])
 @pytest.mark.parametrize(
     "device, dtype, fused",

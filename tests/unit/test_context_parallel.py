@@ -19,6 +19,7 @@ from megazero.price.time.devices import load_device
 from megazero.price.time.exchange import choose_exchange, ring_hides
 from megazero.price.time.step_time import step_time
 from megazero.step.batch import Uploaded
+from tests.helpers.table import for_each
 
 MODEL = "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --vocab-size 200 --micro-batch-size 2"
 LLAMA = "--architecture llama --num-query-groups 2"
@@ -28,7 +29,7 @@ def resolved(flags: str, world: int) -> tuple[Config, Layout]:
     return resolve(parse(f"{MODEL} {flags}".split()), world, 0, declare)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("flags", "world", "said"),
     [
         (
@@ -76,8 +77,8 @@ def test_what_cannot_be_is_refused(flags: str, world: int, said: str) -> None:
         resolved(flags, world)
 
 
-@pytest.mark.parametrize("architecture", ["", LLAMA])
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@for_each("architecture", ["", LLAMA])
+@for_each("recompute", ["selective", "full"])
 def test_what_a_rank_keeps_falls_as_the_number_of_ranks(architecture: str, recompute: str) -> None:
     """All activations of a micro-batch are of the rank's own tokens, if keys are gathered again in the backward."""
     flags = f"{architecture} --seq-length 64 --recompute {recompute}"
@@ -97,7 +98,7 @@ def test_gathered_keys_are_kept_without_recompute() -> None:
     assert gathered.activations - ring.activations == 3 * 2 * 2 * (64 - 16) * 2 * 16 * 4
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("precision", "device", "possible"),
     [("fp32", "cpu", True), ("bf16", "cpu", False), ("fp32", "cuda", False), ("fp16", "cuda", True)],
 )

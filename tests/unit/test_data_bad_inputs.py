@@ -19,6 +19,7 @@ from data_tools import encoding, preprocess_data, tool
 from data_tools.preprocess_data import main
 from megazero.data.indexed import IndexedDataset
 from megazero.files import OutputFile
+from tests.helpers.table import for_each
 
 README = Path(__file__).parents[2] / "data_tools" / "README.md"
 GOOD = b'{"text": "good"}\n'
@@ -169,7 +170,7 @@ def said_by(
     return int(str(caught.value.code)), capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ROWS)
+@for_each("name", ROWS)
 def test_a_row_of_the_table(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """The program prints one line, which contains the table's text; no file has a final name."""
     sentences = rows()[name]

@@ -9,6 +9,7 @@ import pytest
 from megazero.data.blending import BlendedDataset
 from megazero.data.corpora import open_datasets, parse_data_path
 from megazero.data.samples import GPTDataset
+from tests.helpers.table import for_each
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 
@@ -37,16 +38,14 @@ def megatron(weights: list[Fraction], size: int) -> list[int]:
     return order
 
 
-@pytest.mark.parametrize(
-    "weights", [("1", "1"), ("0.3", "0.7"), ("0.7", "0.3"), ("1", "2"), ("2", "1"), ("3", "1"), ("1e-3", "1")]
-)
+@for_each("weights", [("1", "1"), ("0.3", "0.7"), ("0.7", "0.3"), ("1", "2"), ("2", "1"), ("3", "1"), ("1e-3", "1")])
 def test_two_datasets_follow_megatron(weights: tuple[str, str]) -> None:
     blended = blend(*weights)
     expected = megatron([Fraction(w) for w in weights], 2500)
     assert [blended.locate(i)[0] for i in range(2500)] == expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     "weights",
     [(5, 3, 2), (1, 1, 1, 1, 1), ("0.33", "0.33", "0.34"), (1, 10, 100, 1000), (0.5, 0.25, 0.125, 0.125)],
 )
@@ -82,7 +81,7 @@ def test_parse_data_path() -> None:
         assert parse_data_path(names) == [(None, name) for name in names]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "given",
     [
         ["1", "p", "2"],

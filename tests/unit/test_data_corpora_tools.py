@@ -38,6 +38,7 @@ def preprocess(prefix: Path, lines: Path, tokenizer: object, *more: str) -> str:
     return f"{prefix}_text_document"
 
 
+@pytest.mark.second
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
 def test_joined_parts_are_the_whole_byte_for_byte(tmp_path: Path, lines: Path, bpe: Path, kind: str) -> None:
@@ -165,6 +166,7 @@ def test_shares_of_tokens(tmp_path: Path, lines: Path, capsys) -> None:
         assert len(found) > 1 and abs(sum(map(float, found)) - 100) <= 0.05 * len(found) + 1e-6
 
 
+@pytest.mark.second
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["folder", "gpt2", "sentencepiece", "transformers"])
 def test_the_tokenizer_is_saved_beside_the_data(tmp_path: Path, lines: Path, bpe: Path, kind: str, capsys) -> None:

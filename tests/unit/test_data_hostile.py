@@ -25,6 +25,7 @@ from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.files import MAX_SMALL_BYTES, read_json_object
 from megazero.price.time.devices import load_device
+from tests.helpers.table import for_each
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 pytestmark = pytest.mark.timeout(300)  # a FIFO in place of a file must not be waited for
@@ -51,7 +52,7 @@ ODD: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("end", "kind"),
     [(end, kind) for end in (".bin", ".idx", ".json") for kind in ODD],
 )
@@ -96,7 +97,7 @@ def sums(**given: object) -> str:
     return json.dumps({"num_tokens": 8, "checksum": checksum | given})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "words"),
     [
         ("[]", "holds a JSON list, not an object"),
@@ -220,7 +221,7 @@ def nine(prefix: Path) -> list[list[int]]:
     return [dataset[i].tolist() for i in range(9)]
 
 
-@pytest.mark.parametrize("kind", [*ODD, "text", "cut", "longer"])
+@for_each("kind", [*ODD, "text", "cut", "longer"])
 def test_a_damaged_index_cache_is_made_again(tmp_path: Path, kind: str) -> None:
     prefix = write_corpus(tmp_path / "c", DOCUMENTS)
     expected = nine(prefix)
@@ -286,6 +287,7 @@ def test_tables_of_the_owner_of_the_corpus_are_used(tmp_path: Path, monkeypatch)
     assert nine(prefix) == expected
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_code_of_a_tokenizer_folder_is_neither_run_nor_asked_about(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
@@ -301,7 +303,7 @@ def test_code_of_a_tokenizer_folder_is_neither_run_nor_asked_about(tmp_path: Pat
     assert "[y/N]" not in done.stdout + done.stderr and not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "kind"),
     [("", "fifo"), ("", "device"), ("", "loop"), ("tokenizer.json", "loop"), ("tokenizer.json", "folder")],
 )
@@ -315,7 +317,7 @@ def test_no_file_in_place_of_a_tokenizer(tmp_path: Path, name: str, kind: str) -
         load_tokenizer(str(spec))
 
 
-@pytest.mark.parametrize("text", ["[]", "[" * 100_000, '{"eos_token": [1]}', '{"eos_token": {"content": 3}}', "\0"])
+@for_each("text", ["[]", "[" * 100_000, '{"eos_token": [1]}', '{"eos_token": {"content": 3}}', "\0"])
 def test_odd_tokenizer_settings(tmp_path: Path, text: str) -> None:
     from tokenizers import Tokenizer, models
 
@@ -325,7 +327,7 @@ def test_odd_tokenizer_settings(tmp_path: Path, text: str) -> None:
         load_tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["[]", "[" * 100_000, "{}", '{"model": 1}', '{"model": {"type": "BPE"}}'])
+@for_each("text", ["[]", "[" * 100_000, "{}", '{"model": 1}', '{"model": {"type": "BPE"}}'])
 def test_odd_tokenizer_files(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}: cannot be read"):
@@ -346,7 +348,7 @@ class FullDisk:
         return self.pwrite(handle, part, at)
 
 
-@pytest.mark.parametrize("room", [0, 30, 50, 300, 1500])
+@for_each("room", [0, 30, 50, 300, 1500])
 def test_disk_full_leaves_nothing_and_says_where(tmp_path: Path, room: int, monkeypatch) -> None:
     monkeypatch.setattr(files.os, "pwrite", FullDisk(room))
     with (

@@ -13,12 +13,13 @@ from megazero.data import indexed
 from megazero.data import writer as writer_module
 from megazero.data.indexed import IndexedDataset, dtype_for
 from megazero.data.writer import IndexedWriter
+from tests.helpers.table import for_each
 from tests.unit.data_helpers import pack_index, pack_tokens, unpack_corpus, write_corpus
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 
 
-@pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 8])
+@for_each("code", [1, 2, 3, 4, 5, 8])
 def test_reads_every_token_type(tmp_path: Path, code: int) -> None:
     data = IndexedDataset(write_corpus(tmp_path / "c", DOCUMENTS, code=code))
     assert (data.num_documents, data.num_tokens) == (3, 8)
@@ -41,8 +42,8 @@ def test_multimodal_index_is_read_without_its_modes(tmp_path: Path) -> None:
     assert IndexedDataset(prefix).document(2).tolist() == DOCUMENTS[2]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 1 << 20])
-@pytest.mark.parametrize(("dtype", "code"), [(np.uint16, 8), (np.int32, 4)])
+@for_each("chunk", [1, 2, 1 << 20])
+@for_each(("dtype", "code"), [(np.uint16, 8), (np.int32, 4)])
 def test_writer_is_byte_for_byte(tmp_path: Path, dtype, code: int, chunk: int, monkeypatch) -> None:
     monkeypatch.setattr(writer_module, "CHUNK", chunk)
     with IndexedWriter(tmp_path / "c", dtype) as writer:
@@ -109,7 +110,7 @@ def test_index_comes_last(tmp_path: Path, monkeypatch) -> None:
     assert names == ["c.bin", "c.json", "c.idx"]
 
 
-@pytest.mark.parametrize("ids", [[70000], [-1]])
+@for_each("ids", [[70000], [-1]])
 def test_writer_refuses_ids_that_do_not_fit(tmp_path: Path, ids: list[int]) -> None:
     with pytest.raises(ValueError, match="do not fit"), IndexedWriter(tmp_path / "c", np.uint16) as writer:
         writer.add(ids)
@@ -123,7 +124,7 @@ def test_dtype_for() -> None:
 GOOD = pack_index(8, [3, 1, 4], [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("index", "words"),
     [
         (b"", "no Megatron index"),
@@ -149,7 +150,7 @@ GOOD = pack_index(8, [3, 1, 4], [0, 1, 2, 3])
         (pack_index(8, [3, 1, 5], [0, 1, 2, 3]), r"\.bin is truncated: 16 bytes, the index describes 18"),
     ],
 )
-@pytest.mark.parametrize("chunk", [1, 1 << 20])
+@for_each("chunk", [1, 1 << 20])
 def test_damaged_corpus(tmp_path: Path, index: bytes, words: str, chunk: int, monkeypatch) -> None:
     monkeypatch.setattr(indexed, "CHUNK", chunk)  # 1: borders between chunks everywhere
     prefix = write_corpus(tmp_path / "c", DOCUMENTS)

@@ -16,6 +16,7 @@ from data_tools.documents import Bad, documents_of
 from data_tools.reading import Chunk, Position, read_chunks
 from data_tools.seen import Seen
 from data_tools.sources import find_sources, partition
+from tests.helpers.table import for_each
 from tests.unit.data_helpers import unpack_corpus
 
 pytestmark = pytest.mark.timeout(300)
@@ -80,14 +81,14 @@ def write(path: Path, texts: list[str]) -> Path:
 NAMES = ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "a_file.arrow"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, name: str, monkeypatch) -> None:
     monkeypatch.setattr(reading, "CHUNK_BYTES", 3000)
     path = write(tmp_path / name, TEXTS)
     assert texts(run(tmp_path, path)) == TEXTS
 
 
-@pytest.mark.parametrize("name", [*NAMES, "saved"])
+@for_each("name", [*NAMES, "saved"])
 def test_reading_goes_on_from_any_chunk(tmp_path: Path, name: str, monkeypatch) -> None:
     """The chunks behind a position are those of an uninterrupted reading."""
     monkeypatch.setattr(reading, "CHUNK_BYTES", 2000)
@@ -167,7 +168,7 @@ def test_a_folder_of_code(tmp_path: Path) -> None:
     assert texts(prefix) == ["in src/a.py\n", "in src/b/c.c\n"]
 
 
-@pytest.mark.parametrize("kind", ["auto", "text"])
+@for_each("kind", ["auto", "text"])
 def test_standard_input(tmp_path: Path, kind: str, monkeypatch) -> None:
     monkeypatch.setattr(reading, "CHUNK_BYTES", 1000)
     raw = jsonl(TEXTS)
@@ -176,8 +177,8 @@ def test_standard_input(tmp_path: Path, kind: str, monkeypatch) -> None:
     assert found == (TEXTS if kind == "auto" else [raw.decode()])
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("count", [2, 3, 7])
+@for_each("name", NAMES)
+@for_each("count", [2, 3, 7])
 def test_partitions_are_the_whole_one_after_another(tmp_path: Path, name: str, count: int, monkeypatch) -> None:
     monkeypatch.setattr(reading, "CHUNK_BYTES", 2000)
     draw = random.Random(count)
@@ -196,7 +197,7 @@ def test_partitions_are_the_whole_one_after_another(tmp_path: Path, name: str, c
         assert max(sizes) < 2 * sum(sizes) / count + 5000
 
 
-@pytest.mark.parametrize("given", ["2/2", "-1/2", "1", "a/b", "0/0", "1/2/3"])
+@for_each("given", ["2/2", "-1/2", "1", "a/b", "0/0", "1/2/3"])
 def test_bad_partitions(tmp_path: Path, given: str) -> None:
     path = write(tmp_path / "a.jsonl", TEXTS)
     with pytest.raises(ValueError, match=f"--partition {given}: give I/N"):
@@ -244,8 +245,8 @@ def test_rows_without_text_are_bad(tmp_path: Path) -> None:
         run(tmp_path, path)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "a_file.arrow"])
-@pytest.mark.parametrize("damage", ["cut", "junk", "middle", "empty"])
+@for_each("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow", "a_file.arrow"])
+@for_each("damage", ["cut", "junk", "middle", "empty"])
 def test_damaged_files(tmp_path: Path, name: str, damage: str) -> None:
     path = write(tmp_path / name, [os.urandom(3000).hex() for _ in range(100)])
     good = path.read_bytes()
@@ -274,7 +275,7 @@ def test_damaged_files(tmp_path: Path, name: str, damage: str) -> None:
         assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["folder", "fifo", "device", "unreadable"])
+@for_each("kind", ["folder", "fifo", "device", "unreadable"])
 def test_odd_inputs(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.jsonl"
     if kind == "fifo":
@@ -337,6 +338,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_gigatoken_gives_the_tokenizers_ids(tmp_path: Path, bpe: Path, workers: str, capsys) -> None:
     path = write(tmp_path / "a.jsonl", TEXTS)

@@ -23,6 +23,7 @@ from megazero.data.samples import GPTDataset, WholeSplit
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.run.trainer import Trainer
+from tests.helpers.table import for_each
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 EOD = 0
@@ -39,7 +40,7 @@ def loader(dataset: Any, size: int, count: int, rank: int = 0, ranks: int = 1, *
     return Batches(dataset, 8, BatchSizes(size * count * ranks), size, rank, ranks, **options)
 
 
-@pytest.mark.parametrize(("size", "count", "ranks"), [(1, 1, 1), (2, 3, 4), (3, 2, 1), (1, 4, 3)])
+@for_each(("size", "count", "ranks"), [(1, 1, 1), (2, 3, 4), (3, 2, 1), (1, 4, 3)])
 def test_ranks_share_a_step_without_gap_or_overlap(size: int, count: int, ranks: int) -> None:
     sizes = BatchSizes(size * count * ranks)
     steps = [Assignment(size, sizes, rank, ranks).samples(1000) for rank in range(ranks)]
@@ -51,9 +52,9 @@ def test_ranks_share_a_step_without_gap_or_overlap(size: int, count: int, ranks:
     assert numbers == list(range(1000, 1000 + size * count * ranks))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("batch", range(1, 12))
+@for_each("ranks", [1, 2, 3, 5])
+@for_each("size", [1, 2, 3])
+@for_each("batch", range(1, 12))
 def test_the_first_ranks_take_what_is_left(batch: int, size: int, ranks: int) -> None:
     """A batch of any size: every sample once, all ranks the same number of micro-batches, the first ranks' real."""
     steps = [Assignment(size, BatchSizes(batch), rank, ranks).samples(1000) for rank in range(ranks)]
@@ -190,7 +191,7 @@ def test_documents_begin_where_megatron_has_them_begin(dataset: GPTDataset, work
     assert loader(dataset, 4, 2, eod=EOD).batch(0)[0].document_starts is None
 
 
-@pytest.mark.parametrize("count", [9, 10, 17, 480])
+@for_each("count", [9, 10, 17, 480])
 def test_a_whole_split_has_every_target_once(count: int, tmp_path: Path) -> None:
     """Behind the last token nothing counts, though ids there are such as a layer can look up."""
     ids = list(range(1, count + 1))
@@ -223,7 +224,7 @@ def test_workers_change_nothing(dataset: GPTDataset, num_workers: int) -> None:
     there.close()
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@for_each("num_workers", [0, 1, 3])
 def test_errors_come_through(tmp_path: Path, num_workers: int) -> None:
     """At the step that holds the bad token, although it was read ahead."""
     prefix = write_corpus(tmp_path / "c", [[1, 2, 3, 4, 5, 300, 7, 8, 9, 10]])
@@ -267,7 +268,7 @@ def threads_of(samples: Gate) -> set[str]:
     return samples.threads & {thread.name for thread in threading.enumerate()}
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@for_each("num_workers", [1, 2])
 def test_each_thread_reads_two_steps_ahead_and_no_more(num_workers: int) -> None:
     samples = Gate(free=10**9)
     batches = loader(samples, 1, 1, num_workers=num_workers)
@@ -332,7 +333,7 @@ def readers(batches: Batches) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@for_each("num_workers", [0, 1, 2])
 def test_workers_read_and_nobody_else(num_workers: int) -> None:
     """Batches come from as many threads as were asked for, and none from this one."""
     found = readers(loader(WhoReads(max(1, num_workers)), 1, 1, num_workers=num_workers))
@@ -340,7 +341,7 @@ def test_workers_read_and_nobody_else(num_workers: int) -> None:
     assert (threading.get_ident() in found) == (num_workers == 0)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@for_each("num_workers", [0, 2])
 def test_a_run_trains_on_what_its_workers_read(num_workers: int) -> None:
     """--num-workers reaches the loader of the training split; evaluation reads in this thread."""
     model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=2, vocab_size=5)

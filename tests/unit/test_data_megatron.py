@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from data_tools.megatron import our_words
+from tests.helpers.table import for_each
 
 FILES = "--input a.jsonl b.jsonl --output-prefix p"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "ours"),
     [
         ("--tokenizer byte --append-eod", "--tokenizer byte --append-eod"),

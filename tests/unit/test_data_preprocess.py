@@ -18,6 +18,7 @@ from data_tools import encoding, merge_datasets, preprocess_data, reading, train
 from data_tools.sources import find_sources
 from megazero.config.cli import parse
 from megazero.data.indexed import IndexedDataset
+from tests.helpers.table import for_each
 from tests.unit.data_helpers import pack_index, pack_tokens, unpack_corpus
 
 EOD = 256
@@ -144,6 +145,7 @@ def test_workers_and_chunks_change_no_byte(tmp_path: Path, monkeypatch) -> None:
         assert bytes_of[0] == bytes_of[1] == bytes_of[2]
 
 
+@pytest.mark.second
 def test_chunks_in_memory_are_bounded(tmp_path: Path, monkeypatch) -> None:
     """However far the reader could run ahead of slow workers, it must not: in number and in bytes."""
     monkeypatch.setattr(reading, "CHUNK_BYTES", 1)
@@ -159,8 +161,9 @@ def test_chunks_in_memory_are_bounded(tmp_path: Path, monkeypatch) -> None:
         assert len(read) == 100
 
 
-@pytest.mark.parametrize("threads", [0, 1])
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.second
+@for_each("threads", [0, 1])
+@for_each("kind", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_while_the_workers_start_ends_them(
     tmp_path: Path, kind: signal.Signals, threads: int, monkeypatch
 ) -> None:
@@ -207,7 +210,7 @@ def test_an_interrupt_of_the_group_leaves_workers_alone_that_start(tmp_path: Pat
     assert Path(f"{prefix}_text_document.bin").read_bytes() == pack_tokens(8, [[97, 98]])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "words", "workers"),
     [
         (b'{"text": "x"', "malformed JSON", "1"),
@@ -369,6 +372,7 @@ def next_command(said: str) -> list[str]:
     return words
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_each_tool_names_the_next_command(tmp_path: Path, lines: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The commands as printed: tokenizer, tokens, training; and parts that are joined."""

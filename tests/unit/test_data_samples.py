@@ -16,6 +16,7 @@ from megazero.data import corpora, epochs, indexed, samples
 from megazero.data.corpora import mock_datasets, open_datasets
 from megazero.data.indexed import IndexedDataset
 from megazero.data.samples import NO_TOKEN, GPTDataset, WholeSplit, split_ranges, splits_by_tokens
+from tests.helpers.table import for_each
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 ALL = "1,0,0"
@@ -52,7 +53,7 @@ def stream_numbers(dataset: GPTDataset, num_samples: int) -> Iterator[int]:
         done, epoch = stop, epoch + 1
 
 
-@pytest.mark.parametrize(("num_documents", "size"), [(50, 7), (50, 1), (9, 40), (1, 3), (200, 64)])
+@for_each(("num_documents", "size"), [(50, 7), (50, 1), (9, 40), (1, 3), (200, 64)])
 def test_every_token_of_an_epoch_is_an_input_exactly_once(tmp_path: Path, num_documents: int, size: int) -> None:
     documents = numbered_documents(num_documents, low=5, high=15)
     dataset = GPTDataset(write_corpus(tmp_path / "c", documents), ALL, "train", size, seed=1)
@@ -112,7 +113,7 @@ def test_order_depends_on_neither_access_nor_path_nor_cache(tmp_path: Path) -> N
     assert [cached[i].tolist() for i in jumps] == [expected[i] for i in jumps]
 
 
-@pytest.mark.parametrize("change", ["seed", "split", "corpus", "name"])
+@for_each("change", ["seed", "split", "corpus", "name"])
 def test_order_differs_otherwise(tmp_path: Path, change: str) -> None:
     prefix = write_corpus(tmp_path / "c", numbered_documents(60))
     first = GPTDataset(prefix, "1,1", "train", 4, seed=1)
@@ -134,7 +135,7 @@ def cache_files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "c_index_cache").glob("*.npy"))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "pickle", "other"])
+@for_each("damage", ["truncated", "empty", "pickle", "other"])
 def test_damaged_cache_is_computed_again(tmp_path: Path, damage: str) -> None:
     prefix = write_corpus(tmp_path / "c", numbered_documents(40))
     expected = [GPTDataset(prefix, ALL, "train", 6, seed=3)[i].tolist() for i in range(20)]
@@ -162,7 +163,7 @@ def test_cache_is_not_mistaken_for_that_of_another_split_or_an_older_corpus(tmp_
             assert sorted(tokens) == sorted(token for document in own for token in document)
 
 
-@pytest.mark.parametrize("split_by", ["documents", "tokens"])
+@for_each("split_by", ["documents", "tokens"])
 def test_a_table_of_a_corpus_that_differs_in_the_middle_alone_is_not_used(
     tmp_path: Path, split_by: str, monkeypatch
 ) -> None:
@@ -228,7 +229,7 @@ def test_no_temporary_files_stay_in_the_cache(tmp_path: Path, monkeypatch) -> No
     assert cache_files(tmp_path) == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("split", "count", "expected"),
     [
         ("969,30,1", 1000, [(0, 969), (969, 999), (999, 1000)]),
@@ -246,7 +247,7 @@ def test_split_ranges(split: str, count: int, expected: list[tuple[int, int]]) -
     assert split_ranges(split, count) == dict(zip(("train", "validation", "test"), expected, strict=True))
 
 
-@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan", "inf,1", "1,,2"])
+@for_each("split", ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan", "inf,1", "1,,2"])
 def test_bad_split(split: str) -> None:
     with pytest.raises(ValueError, match=f"--split {split}: expected"):
         split_ranges(split, 10)
@@ -310,7 +311,7 @@ def test_few_documents_are_split_by_tokens(tmp_path: Path) -> None:
                 assert sorted(epochs_of_stream) == sorted(2 * list(range(begin, end)))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("split", "count", "by_tokens"),
     [
         *(

@@ -22,6 +22,7 @@ from megazero.data.fingerprint import fingerprint
 from megazero.data.samples import GPTDataset
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
+from tests.helpers.table import for_each
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 
@@ -67,7 +68,7 @@ def at_once(prefix: Path, count: int) -> tuple[int, list[Any]]:
     return built.value, read
 
 
-@pytest.mark.parametrize("place", ["beside", "system"])
+@for_each("place", ["beside", "system"])
 def test_one_process_computes_a_table_and_the_others_map_it(tmp_path: Path, place: str) -> None:
     prefix = write_corpus(tmp_path / "c", numbered_documents(60))
     if place == "system":
@@ -94,7 +95,7 @@ def test_a_computed_table_is_mapped_not_kept(tmp_path: Path) -> None:
     assert np.memmap in kinds
 
 
-@pytest.mark.parametrize("shift", [0, 3, 12, 13, 50, 58])
+@for_each("shift", [0, 3, 12, 13, 50, 58])
 def test_permutations_are_a_stable_sort_of_the_raw_stream(shift: int) -> None:
     """Keys that differ in high bits, in low bits that the packed sort does not see, in both, or not at all."""
     draw = np.random.default_rng(shift)
@@ -149,7 +150,7 @@ def test_many_corpora_need_few_descriptors(tmp_path: Path, monkeypatch) -> None:
     assert sum(served) == 2 * count and min(served) >= 1
 
 
-@pytest.mark.parametrize("change", ["as large", "longer", "the same inode"])
+@for_each("change", ["as large", "longer", "the same inode"])
 def test_a_corpus_made_anew_is_not_read_through_the_old_index(tmp_path: Path, change: str) -> None:
     """A file is closed when many corpora are open, and opened again; by then, another may have its name."""
     one, other = (indexed.IndexedDataset(write_corpus(tmp_path / n, [[1, 2, 3], [4, 5]])) for n in "cd")
@@ -183,7 +184,7 @@ def test_the_limit_of_open_files_is_raised(tmp_path: Path, monkeypatch) -> None:
         assert limits[-1] == enough
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 17, 400])
+@for_each("count", [1, 2, 3, 17, 400])
 def test_halves_and_counts_of_a_blend(count: int) -> None:
     """Against the definitions: the first border of nearest equal weight; samples counted one by one."""
     draw = random.Random(count)

@@ -12,6 +12,7 @@ import pytest
 from data_tools import train_tokenizer
 from megazero.data.tokenizer import PROBE, Tokenizer, beside, load_tokenizer, pack
 from megazero.run.run_state import RunState, attached_tokenizer
+from tests.helpers.table import for_each
 from tests.unit.data_helpers import download_gpt2, kept_folder
 
 TEXT = "The quick brown fox, don't jump over 13 lazy dogs.\n\tNaïve café 日本語 🙂  end"
@@ -76,6 +77,7 @@ def test_gpt2(gpt2_files: Path) -> None:
     check_round_trip(tokenizer, TEXT)
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_gpt2_under_hugging_face_names_and_as_transformers_has_it(gpt2_files: Path, tmp_path: Path) -> None:
     shutil.copy(gpt2_files / "encoder.json", tmp_path / "vocab.json")
@@ -145,7 +147,7 @@ def test_hugging_face_template_truncation_and_padding_are_left_out(trained: Path
     assert load_tokenizer(str(tmp_path)).encode(TEXT) == load_tokenizer(str(trained)).encode(TEXT)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("added", "config", "expected"),
     [
         (["</s>", "<|end|>"], {"eos_token": "<|end|>"}, "</s>"),
@@ -200,6 +202,7 @@ def write_tiktoken(path: Path, vocab: dict[str, int], settings: dict) -> str:
     return f"tiktoken:{path}"
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_tiktoken(gpt2_files: Path, tmp_path: Path) -> None:
     """The pattern decides: by GPT-2's, ids are those of the tokenizers library. Saved, packed, and by gigatoken."""
@@ -229,7 +232,7 @@ def test_tiktoken(gpt2_files: Path, tmp_path: Path) -> None:
     assert trust_gigatoken(other.spec, [TEXT]) == "it does not know this tokenizer"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ranks", "settings", "words"),
     [
         (b"YQ== 0\n", None, "is missing: a tiktoken file has no pattern; write"),
@@ -276,7 +279,7 @@ def test_a_packed_tokenizer_is_the_same_elsewhere(trained: Path, sentencepiece_m
     assert kept["model_max_length"] == 77 and "auto_map" not in kept
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spec", "words"),
     [
         ("gpt2:{tmp}", "no vocab.json and merges.txt"),

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from benchmarks.reports.dealing import PAGE, one_document
 from megazero.plan.layout.dealing import Deal, causal_imbalance, deal, deal_samples, imbalance, share
+from tests.helpers.table import for_each
 
 
 def some_documents(length: int, count: int, draws: random.Random) -> list[int]:
@@ -35,7 +35,7 @@ def counted(length: int, documents: Sequence[int], windows: Sequence[int]) -> np
     return sum(np.minimum(seen, window) if window else seen for window in windows)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@for_each("seed", range(300))
 def test_every_token_is_on_one_rank_with_exact_shares_and_work(seed: int) -> None:
     case = some_case(seed)
     length, ranks, documents, windows, multiple, _ = case
@@ -57,7 +57,7 @@ def test_shares_are_as_equal_as_multiples_permit() -> None:
     assert [share(13, 1, 0)] == [13]
 
 
-@pytest.mark.parametrize(("length", "ranks"), [(16, 2), (24, 4), (12, 6), (32768, 8), (32768, 64), (131072, 64)])
+@for_each(("length", "ranks"), [(16, 2), (24, 4), (12, 6), (32768, 8), (32768, 64), (131072, 64)])
 def test_one_document_is_dealt_as_heads_and_tails(length: int, ranks: int) -> None:
     """Rank r has the pieces r and 2 ranks - 1 - r, as in other systems; the two in the middle are one range."""
     piece = length // (2 * ranks)
@@ -70,7 +70,7 @@ def test_one_document_is_dealt_as_heads_and_tails(length: int, ranks: int) -> No
     assert causal_imbalance(length, ranks) == imbalance(done.work) == 0
 
 
-@pytest.mark.parametrize("ranks", range(2, 65))
+@for_each("ranks", range(2, 65))
 def test_one_document_of_any_length_is_even_within_3_percent(ranks: int) -> None:
     draws = random.Random(ranks)
     for length in (32767, 32769, 32768 - ranks + 1, draws.randrange(30000, 34000)):
@@ -98,7 +98,7 @@ def test_pieces_are_tiles_at_least() -> None:
     assert min(len(each) for own in done.ranges for each in own) >= 128
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 64])
+@for_each("ranks", [2, 8, 64])
 def test_documents_are_even(ranks: int) -> None:
     """From few long ones to hundreds; the pieces of the longest documents are many per rank."""
     draws = random.Random(7)
@@ -133,7 +133,7 @@ def test_imbalance_is_the_share_of_time_that_others_wait() -> None:
     assert imbalance([5, 5]) == 0
 
 
-@pytest.mark.parametrize(("length", "ranks", "count", "seconds"), [(131072, 64, 900, 0.05), (2**20, 512, 3000, 0.6)])
+@for_each(("length", "ranks", "count", "seconds"), [(131072, 64, 900, 0.05), (2**20, 512, 3000, 0.6)])
 def test_dealing_is_fast(length: int, ranks: int, count: int, seconds: float) -> None:
     """4 and 50 ms on a quiet core: every rank deals every sample of every micro-batch."""
     documents = some_documents(length, count, random.Random(1))
@@ -142,14 +142,7 @@ def test_dealing_is_fast(length: int, ranks: int, count: int, seconds: float) ->
     assert time.process_time() - start < seconds
 
 
-@pytest.mark.parametrize(
-    "bad", [(3, 4), (8, 2, [1, 5]), (8, 2, [0, 8]), (9, 2, [], (0,), 2), (8, 3, [], (0,), 4)], ids=str
-)
+@for_each("bad", [(3, 4), (8, 2, [1, 5]), (8, 2, [0, 8]), (9, 2, [], (0,), 2), (8, 3, [], (0,), 4)])
 def test_bad_values_are_faults_of_the_caller(bad: tuple) -> None:
     with pytest.raises(AssertionError):
         deal(*bad)
-
-
-def test_the_page_has_the_imbalance_of_one_document() -> None:
-    """Made again by `python -m benchmarks.reports.dealing`."""
-    assert one_document()["one document"] in PAGE.read_text()

@@ -7,16 +7,11 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
-from benchmarks.eight_layouts import LAYOUTS
-from megazero.config.cli import parse
 from megazero.config.flags import flags
 from megazero.config.foreign.table import find_entry, retired
 from megazero.config.foreign.translate import OWN_WORDS
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
 from tests.helpers.programs import ROOT, warm
+from tests.helpers.table import for_each
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
@@ -77,14 +72,6 @@ def test_the_prediction_of_the_readme_is_printed() -> None:
     assert shown in done.stdout
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_layouts_of_the_picture_are_legal(name: str) -> None:
-    """The caption's widest layout is among them; benchmarks/eight_layouts.py trains them."""
-    ranks, words = LAYOUTS[name]
-    _, layout = resolve(parse([*"--preset tiny --vocab-size 2048".split(), *words.split()]), ranks, 0, declare)
-    assert layout.world_size == ranks and len(LAYOUTS) == 8
-
-
 def test_the_summary_of_the_readme_is_that_of_the_quickstart() -> None:
     source = (ROOT / "scripts" / "quickstart.py").read_text()
     block = README.read_text().split("```\nDone, ")[1].split("```")[0]
@@ -113,7 +100,7 @@ def test_flags_of_the_pages_exist() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))], ids=lambda p: p.name)
+@for_each("page", [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))])
 def test_lines_are_short(page: Path) -> None:
     """Rows of tables cannot be wrapped; those of the README fit."""
     long = [line for line in page.read_text().splitlines() if len(line) > 120]

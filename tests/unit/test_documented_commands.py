@@ -19,6 +19,10 @@ import tyro
 from megazero.config.cli import read
 from megazero.config.flags import flags
 from tests.helpers.programs import ROOT, warm
+from tests.helpers.table import for_each
+
+pytestmark = pytest.mark.second
+
 
 # The log and the decisions quote commands of earlier versions.
 DOCUMENTS = [ROOT / "README.md", ROOT / "data_tools" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -149,7 +153,7 @@ def _is_in(source: str, flag: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@for_each("document", DOCUMENTS)
 def test_the_commands_of_a_document_are_read(document: Path) -> None:
     faults = {line: found for line in commands(document.read_text()) if (found := fault(line))}
     assert not faults
@@ -168,7 +172,7 @@ def test_the_commands_are_found() -> None:
         assert any(part in line for line in found), part
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "said"),
     [
         ("python pretrain_gpt.py --preset tiny --num-layerz 4", "num-layerz"),
@@ -197,13 +201,13 @@ PYTEST = sorted({line.replace("\\\n", "") for path in DOCUMENTS for line in COMM
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("line", PYTEST)
+@for_each("line", PYTEST)
 def test_a_pytest_command_selects_what_it_names(line: str) -> None:
     """In each of its files a test; with -k, tests with this name alone."""
     words = [ADDED.get(word, word) for word in shlex.split(line)]
     done = warm(pytest.__main__.__file__, "--collect-only", "--color=no", *words, "-n", "0")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.findall(r"^(tests/\S+\.py)::(.*)$", done.stdout, re.MULTILINE)
+    found = re.findall(r"^((?:benchmarks/)?tests/\S+\.py)::(.*)$", done.stdout, re.MULTILINE)
     assert {file for file, _ in found} == {word for word in words if word.endswith(".py")}
     if "-k" in words:
         names = words[words.index("-k") + 1].split(" or ")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain, pairwise
 
-import pytest
 import torch
 
 from megazero.config.schema import Config, DataConfig, ModelConfig, TrainingConfig
@@ -19,6 +18,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.price.trace.trace import trace_block
 from tests import reference
+from tests.helpers.table import for_each
 from tests.parallel.cases import MODEL, Case, new_engine
 
 CPU = torch.device("cpu")
@@ -48,8 +48,8 @@ def test_spans_and_positions_of_documents() -> None:
 
 
 # torch's kernel, and weights in the open; 16 bit rounds at every step
-@pytest.mark.parametrize("precision, tolerance", [("fp64", 1e-9), ("bf16", 2**-6)])
-@pytest.mark.parametrize("architecture", ["gpt2", "llama", "parallel"])
+@for_each("precision, tolerance", [("fp64", 1e-9), ("bf16", 2**-6)])
+@for_each("architecture", ["gpt2", "llama", "parallel"])
 def test_a_packed_document_is_the_document_alone(architecture: str, precision: str, tolerance: float) -> None:
     """Plain PyTorch computes the documents one by one, and knows of no mask but the causal one."""
     groups = 0 if architecture == "gpt2" else 2
@@ -79,8 +79,8 @@ def test_a_prompt_of_several_documents_is_said() -> None:
     assert packed_prompts(trained, [[1, 9, 2]], None) == ""
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@for_each("recompute", ["none", "selective"])
+@for_each("architecture", ["gpt2", "llama"])
 def test_documents_change_no_byte_that_a_block_keeps(architecture: str, recompute: str) -> None:
     """On a CPU. One kernel more than whole samples would need keeps as much, wherever documents begin."""
     model = replace(MODEL, architecture=architecture, num_layers=1)
@@ -108,7 +108,7 @@ def test_documents_change_no_byte_that_a_block_keeps(architecture: str, recomput
     assert sum(sizes.values()) == sum(cost.saved) + cost.saved_input
 
 
-@pytest.mark.parametrize("precision, more", [("bf16", 200), ("fp32", None)])
+@for_each("precision, more", [("bf16", 200), ("fp32", None)])
 def test_a_gpus_block_is_traced_with_documents(precision: str, more: int | None) -> None:
     """In 16 bit one kernel has all documents, and keeps a few numbers more; in fp32 there is none, so weights stay."""
     model = ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=4, seq_length=64, vocab_size=99)

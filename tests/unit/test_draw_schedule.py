@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from scripts.draw_schedule import Options, main, simulated, text
+from tests.helpers.table import for_each
+
+pytestmark = pytest.mark.second
 
 
 def test_a_schedule_as_text() -> None:
@@ -18,13 +21,13 @@ def test_a_schedule_as_text() -> None:
     ]
 
 
-@pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
+@for_each(("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
 def test_pictures(tmp_path: Path, name: str, begins: bytes) -> None:
     main(Options("interleaved", 2, 3, 2, tmp_path / "new" / name))
     assert (tmp_path / "new" / name).read_bytes().startswith(begins)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         (Options("nothing"), "--schedule nothing: .* gpipe"),

@@ -14,6 +14,7 @@ import torch
 
 from megazero import checkpoint
 from megazero.zero.shards import LocalShard
+from tests.helpers.table import for_each
 
 Event = tuple[str, ...]  # ("flush", path) or ("rename", from, to)
 
@@ -51,7 +52,7 @@ def save(root: Path, iteration: int, value: float) -> Path:
     return checkpoint.save(root, iteration, {"w": LocalShard(shape, (0, 0), shape, 0, prod(shape), data)}, {"v": value})
 
 
-@pytest.mark.parametrize("at", [1, 2])
+@for_each("at", [1, 2])
 def test_a_flush_that_fails_fails_the_save(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flushes during writing, and the last one; the system reports an error once."""
     monkeypatch.setattr("megazero.checkpoint.tensor_file.FLUSH_BYTES", 16)

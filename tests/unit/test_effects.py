@@ -14,6 +14,7 @@ from megazero.config.schema import Config
 from megazero.model.stage import declare
 from megazero.price.plan import make_plan, plan_config
 from megazero.step.optimization import LossScale, clip_factor, learning_rate
+from tests.helpers.table import for_each
 
 TESTS = Path(__file__).resolve().parents[1]
 BASE = (
@@ -221,7 +222,7 @@ def test_every_flag_has_an_entry() -> None:
 
 
 @pytest.mark.slow  # half a minute of plans
-@pytest.mark.parametrize("flag", FLIPPED)
+@for_each("flag", FLIPPED)
 def test_a_flip_is_seen(flag: str) -> None:
     flip, around = FLIPPED[flag]
     assert seen(f"{BASE} {around}") != seen(f"{BASE} {around} {flip}")

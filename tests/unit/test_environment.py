@@ -13,9 +13,10 @@ from megazero.comm.launch import launch
 from megazero.comm.launch.world import World
 from megazero.environment import set_defaults
 from tests.end_to_end.cli import ROOT
+from tests.helpers.table import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "variable", "wanted"),
     [
         ({}, "GOMP_SPINCOUNT", "1000"),
@@ -34,7 +35,7 @@ def test_a_users_own_setting_stands(
     assert os.environ.get(variable) == wanted
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("release", "wanted"),
     [
         ("2.13.0+cu130", "expandable_segments:True,pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"),
@@ -49,7 +50,7 @@ def test_limits_of_pinned_memory_that_torch_knows(release: str, wanted: str, mon
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == wanted
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "refused"),
     [
         ("pinned_max_round_threshold_mb:1", True),  # of megazero's own launchers, once
@@ -92,14 +93,13 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-@pytest.mark.parametrize(
-    "program", ["pretrain_gpt", "scripts.generate", "data_tools.preprocess_data", "scripts.measure_device"]
-)
+@for_each("program", ["pretrain_gpt", "scripts.generate", "data_tools.preprocess_data", "scripts.measure_device"])
 def test_a_program_sets_its_defaults_before_it_imports_torch(program: str) -> None:
     done = python(f"{AT_IMPORT_OF_TORCH}\nimport {program}, torch")
     assert (done.returncode, done.stdout) == (0, "1000\n"), done.stderr
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_openmp_reads_the_setting_when_a_program_loads_torch() -> None:
     """GNU OpenMP prints its settings as it is loaded."""

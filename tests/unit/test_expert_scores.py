@@ -125,6 +125,7 @@ def test_weights_are_defined_where_scores_underflow() -> None:
     assert scores.weights_grad(torch.ones(1, K) * torch.arange(K), weights, logits, ids).isfinite().all()
 
 
+@pytest.mark.second
 def test_the_choice_is_that_of_transformers() -> None:
     """DeepseekV3TopkRouter, in fp32: sums of `H` products and E scores, so a few units in the last place."""
     transformers = pytest.importorskip("transformers")

@@ -29,6 +29,7 @@ from megazero.model.layers.weight import named_weights
 from megazero.plan.layout.topology import Layout
 from megazero.price.trace.trace import model_flops
 from tests.helpers.rounding import assert_sum, error_bound, model_tolerance
+from tests.helpers.table import for_each
 from tests.unit.test_linear import CPU, Collected, plain_norm
 
 B, S, H = 3, 4, 6
@@ -150,17 +151,15 @@ def compare(name: str, precision: str, tolerance: float, frozen: tuple[str, ...]
         assert bool(((ours.double() - exact).abs() <= tolerance * exact.abs().max()).all()), label
 
 
-@pytest.mark.parametrize(
-    "frozen", [(), ("mlp.router.*",), ("mlp.experts.*",), ("norm.*", "after.*", "mlp.shared*")], ids=str
-)
-@pytest.mark.parametrize(("needs_dx", "selective"), [(True, False), (True, True), (False, True)])
-@pytest.mark.parametrize("name", MODELS)
+@for_each("frozen", [(), ("mlp.router.*",), ("mlp.experts.*",), ("norm.*", "after.*", "mlp.shared*")])
+@for_each(("needs_dx", "selective"), [(True, False), (True, True), (False, True)])
+@for_each("name", MODELS)
 def test_experts_are_one_function(name: str, needs_dx: bool, selective: bool, frozen: tuple[str, ...]) -> None:
     """Flags: --moe-router-pre-softmax, --moe-aux-loss-coeff, --moe-z-loss-coeff. One of the samples has no target."""
     compare(name, "fp64", 1e-12, frozen, needs_dx=needs_dx, selective=selective)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@for_each("name", MODELS)
 def test_fp32_differs_by_rounding(name: str) -> None:
     compare(name, "fp32", model_tolerance(MODELS[name], torch.float32))
 
@@ -231,9 +230,9 @@ def test_equal_weights_are_taken_in_order() -> None:
 SIZES = [(3, 0, 5, 1), (0, 0, 0, 9), (0, 4, 0, 0), (2, 2, 2, 2)]
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@for_each("fused", [False, True])
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each("sizes", SIZES)
 def test_grouped_products_are_those_of_each_group(sizes: tuple[int, ...], dtype: torch.dtype, fused: bool) -> None:
     """The loop, and torch's grouped kernel, which runs on a CPU too; empty groups have a gradient of 0."""
     generator, rows, wide, narrow = torch.Generator().manual_seed(2), sum(sizes), 16, 8

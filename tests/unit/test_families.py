@@ -26,6 +26,7 @@ from megazero.plan.layout.topology import Layout
 from megazero.step.engine import Engine
 from tests.helpers.families import FAMILIES, family
 from tests.helpers.rounding import model_tolerance
+from tests.helpers.table import for_each
 from tests.parallel.cases import MicroBatch
 
 # sqrt(hidden size) is whole: Gemma's factor of embeddings, which transformers keeps in fp32, is then exact in fp64.
@@ -104,8 +105,8 @@ def transformers_model(model: ModelConfig, dtype: torch.dtype) -> Any:
     return made
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("precision", ["fp64", pytest.param("fp32", marks=pytest.mark.second)])
+@for_each("name", CASES)
 def test_logits_and_gradients_are_those_of_transformers(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,8 +155,9 @@ def test_logits_and_gradients_are_those_of_transformers(
     ours.zero.discard_gradients()
 
 
+@pytest.mark.second
 @pytest.mark.long
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@for_each("name", ARCHITECTURES)
 def test_a_family_is_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan of its default flags is printed, with its number of parameters."""
     sizes = "--num-layers 6 --hidden-size 4096 --num-attention-heads 16 --seq-length 32 --vocab-size 128".split()
@@ -169,7 +171,7 @@ def test_a_family_is_planned(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "step: 0.0" in printed
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_each("name", CASES)
 def test_a_configuration_goes_there_and_back(name: str) -> None:
     """No option of a family has its default."""
     row = family_of(CASES[name])
@@ -178,7 +180,7 @@ def test_a_configuration_goes_there_and_back(name: str) -> None:
     assert canonical(ModelConfig(**row.from_config(row.to_config(model, None)))) == canonical(model)
 
 
-@pytest.mark.parametrize("model_type", [name for name in MODELS if name != "ministral"])  # its defaults lack head_dim
+@for_each("model_type", [name for name in MODELS if name != "ministral"])  # its defaults lack head_dim
 def test_transformers_defaults_are_a_model_of_ours(model_type: str) -> None:
     """Both have the same number of parameters, at the default sizes."""
     import transformers
@@ -191,7 +193,7 @@ def test_transformers_defaults_are_a_model_of_ours(model_type: str) -> None:
     assert sum(math.prod(spec.shape) for spec in declare(model).params()) == sum(p.numel() for p in theirs.parameters())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("letters", "pattern"),
     [
         ("", ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from megazero.config.optimizers import ADAMW, MUON, OPTIMIZERS, WeightKind
 from megazero.plan.layout.flat_layout import (
     ALIGN,
+    FlatLayout,
     FlatParam,
     FlatPiece,
     Matrices,
@@ -19,6 +21,7 @@ from megazero.plan.layout.flat_layout import (
     round_up,
     whole_ranges,
 )
+from tests.helpers.table import for_each
 
 NONE, TP, EP, BOTH = frozenset[str](), frozenset({"tp"}), frozenset({"ep"}), frozenset({"ep", "tp"})
 PLACES = ((NONE, NONE), (TP, NONE), (NONE, TP))  # sharded, summed
@@ -45,7 +48,9 @@ def mixes() -> list[list[FlatParam]]:
     return found
 
 
-CASES = [(params, size, flat_layout(params, size)) for params in mixes() for size in SIZES]
+@functools.cache
+def cases() -> list[tuple[list[FlatParam], int, FlatLayout]]:
+    return [(params, size, flat_layout(params, size)) for params in mixes() for size in SIZES]
 
 
 def elements(r: Range) -> range:
@@ -54,7 +59,7 @@ def elements(r: Range) -> range:
 
 
 def test_windows_and_gaps_tile_the_buffer() -> None:
-    for params, size, flat in CASES:
+    for params, size, flat in cases():
         pieces = sorted([*flat.windows.values(), *flat.gaps])
         assert [e for piece in pieces for e in elements(piece)] == list(range(flat.numel)), (params, size)
         assert {name: window.numel for name, window in flat.windows.items()} == {p.name: p.numel for p in params}
@@ -62,7 +67,7 @@ def test_windows_and_gaps_tile_the_buffer() -> None:
 
 
 def test_everything_is_aligned() -> None:
-    for params, size, flat in CASES:
+    for params, size, flat in cases():
         assert all(window.start % ALIGN == 0 for window in flat.windows.values())
         assert flat.numel % (ALIGN * size) == 0
         assert flat.numel < sum(round_up(p.numel, ALIGN) for p in params) + ALIGN * size
@@ -70,10 +75,10 @@ def test_everything_is_aligned() -> None:
         assert all(edge % ALIGN == 0 for r in ranges for edge in r)
 
 
-@pytest.mark.parametrize("axis", ["tp", "ep"])
-@pytest.mark.parametrize("which", ["decayed", "replicated", "sharded", "summed", "summed with sequence parallelism"])
+@for_each("axis", ["tp", "ep"])
+@for_each("which", ["decayed", "replicated", "sharded", "summed", "summed with sequence parallelism"])
 def test_ranges_hold_exactly_the_right_parameters(which: str, axis: str) -> None:
-    for params, size, flat in CASES:
+    for params, size, flat in cases():
         chosen = {
             "decayed": [flat.decayed],
             "replicated": flat.replicated(axis),
@@ -95,7 +100,7 @@ def test_ranges_hold_exactly_the_right_parameters(which: str, axis: str) -> None
 
 def test_ranges_along_one_axis_are_one_range() -> None:
     """One all-reduce sums over tp, and two pieces of a unit are counted in its norm, for any parameters."""
-    for params, _, flat in CASES:
+    for params, _, flat in cases():
         if all(p.sharded | p.summed <= TP for p in params):
             assert max(len(flat.replicated("tp")), len(flat.summed("tp", False))) <= 1
             assert len(flat.sharded("tp")) <= 2
@@ -103,7 +108,7 @@ def test_ranges_along_one_axis_are_one_range() -> None:
 
 def test_the_order_of_bytes_is_that_of_the_first_checkpoints() -> None:
     """Six groups, written out: gradient norms and the cuts of ZeRO's ranges depend on it."""
-    for params, _, flat in CASES:
+    for params, _, flat in cases():
         if all(p.sharded | p.summed <= TP for p in params):
             six = [(True, TP, NONE), (True, NONE, NONE), (True, NONE, TP)]
             six += [(False, sharded, summed) for _, sharded, summed in reversed(six)]
@@ -112,11 +117,11 @@ def test_the_order_of_bytes_is_that_of_the_first_checkpoints() -> None:
 
 
 def test_decayed_comes_first() -> None:
-    assert all(flat.decayed.start == 0 for _, _, flat in CASES)
+    assert all(flat.decayed.start == 0 for _, _, flat in cases())
 
 
 def test_owned_ranges_tile_the_buffer_evenly() -> None:
-    for _, size, flat in CASES:
+    for _, size, flat in cases():
         for parts in (n for n in range(1, size + 1) if size % n == 0):
             owned = equal_ranges(flat.numel, parts)
             assert [e for r in owned for e in elements(r)] == list(range(flat.numel))
@@ -148,7 +153,7 @@ def test_owned_asserts_an_even_cut() -> None:
 
 def test_whole_ranges_cut_between_weights_near_equal_ranges() -> None:
     """No weight has two owners; ranges tile the buffer; each end is within a weight of an equal range's."""
-    for _, size, flat in CASES:
+    for _, size, flat in cases():
         owned = whole_ranges(flat, size)
         assert [e for r in owned for e in elements(r)] == list(range(flat.numel))
         largest = max((round_up(window.numel, ALIGN) for window in flat.windows.values()), default=0)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reports import foreign as report
 from megazero.config.cli import parse, read
 from megazero.config.flags import flags
 from megazero.config.foreign.conversions import CONVERSIONS
@@ -23,7 +22,6 @@ from megazero.config.foreign.table import (
     FOLDER,
     VALUES,
     Value,
-    find_entry,
     kebab,
     read_table,
     read_tables,
@@ -36,6 +34,7 @@ from megazero.huggingface.families import MODELS
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import AXES, Layout
+from tests.helpers.table import for_each
 from tests.parallel.matrix import DIVISIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +150,7 @@ SAME = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("theirs", "expected"), SAME)
+@for_each(("theirs", "expected"), SAME)
 def test_a_foreign_command_line_is_ours(theirs: str, expected: str) -> None:
     assert parse(theirs.split()) == parse(expected.split())
 
@@ -324,7 +323,7 @@ def test_the_values_of_other_systems_name_flags_and_values_of_ours() -> None:
             assert all(map(is_ours, named)), row
 
 
-@pytest.mark.parametrize(("line", "said"), REFUSED)
+@for_each(("line", "said"), REFUSED)
 def test_what_has_no_equal_is_refused_with_the_way_out(line: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         parse(line.split())
@@ -381,6 +380,7 @@ ABSURD = ("Infinity", "-Infinity", "NaN", "null", "[]", "[[0.9], 1]", "{}", '{"x
 PERHAPS = ("true", '"x"', "1000000000", "-1", "0.5", "0")
 
 
+@pytest.mark.second
 def test_a_foreign_flag_with_an_absurd_value_is_refused_by_its_name() -> None:
     """No entry raises anything else than a refusal."""
     around = ["--seq-length inf", "--pp 0 --micro-batch-size 0", "--train-tokens x --recompute-num-layers nan"]
@@ -415,7 +415,7 @@ def test_a_deepspeed_file_with_absurd_values_is_refused_by_its_keys(tmp_path: Pa
             assert not refused or entry.name in refused, (entry.name, value, refused)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "said"),
     [
         ('{"fp16": {"initial_scale_power": 1e9}}', "fp16.initial_scale_power 1000000000: it must be 0 to 48"),
@@ -433,7 +433,7 @@ def test_a_deepspeed_file_is_refused_with_the_reason(tmp_path: Path, text: str, 
         parse(["--deepspeed_config", str(tmp_path / "ds.json")])
 
 
-@pytest.mark.parametrize("off", ["false", '"false"', '"False"', "0", '"off"'])
+@for_each("off", ["false", '"false"', '"False"', "0", '"off"'])
 def test_a_disabled_group_of_a_deepspeed_file_asks_for_nothing(tmp_path: Path, off: str) -> None:
     (tmp_path / "ds.json").write_text(f'{{"fp16": {{"enabled": {off}, "hysteresis": 3}}, "steps_per_print": 7}}')
     assert translate(["--deepspeed_config", str(tmp_path / "ds.json")]).args == ["--log-interval", "7"]
@@ -495,15 +495,10 @@ def test_a_retired_flag_is_answered_with_its_replacement(tmp_path: Path) -> None
         assert command.notes == [f"--preset {config}: {entry.name} is ignored: {entry.argument}"]
 
 
-def test_entries_have_one_home_each_and_name_flags_that_exist() -> None:
+def test_entries_have_one_home_each() -> None:
     for tables in (FLAGS, (DEEPSPEED_FILE,)):
         names = [kebab(entry.name) for table in tables for entry in read_table(table)]
         assert not [name for name, count in Counter(names).items() if count > 1]
-    for entry in ENTRIES:
-        found = re.findall(r"(?<![-\w])--([a-z0-9-]+[a-z0-9])", report.result(entry))
-        programs = {"append-eod", "input", "output-prefix", "nproc"}  # of other programs of ours
-        wrong = [n for n in found if not is_ours(n) and n not in programs and find_entry(n) is None]
-        assert not wrong, (entry.name, wrong)
 
 
 def test_every_entry_answers() -> None:
@@ -519,25 +514,6 @@ def test_an_unknown_word_is_answered_with_the_nearest() -> None:
     (answer,) = translate(["--gradient_acumulation_steps", "3"]).answers
     assert answer.unknown
     assert re.match(r"--gradient_acumulation_steps 3: no such flag. .* --gradient_accumulation_st", refusals([answer]))
-
-
-def test_public_scripts_leave_no_word_unhelped() -> None:
-    """At least 12 scripts: hardly any flag is unknown; without refused flags, a script makes a run."""
-    scripts, whole = report.read_scripts(), 0
-    assert len(scripts) >= 12
-    for script in scripts:
-        _, found = report.answers(script)
-        assert sum(answer.unknown for answer in found) <= 4, script.name
-        whole += not any(answer.refusal for answer in found) and not report.complaint(script)
-    assert whole >= 6, "scripts that run as they are"
-
-
-@pytest.mark.long
-def test_the_page_says_what_the_table_says() -> None:
-    """After a change: python -m benchmarks.reports.foreign."""
-    page = report.PAGE.read_text()
-    for name, text in report.blocks():
-        assert f"<!-- {name} -->\n{text}\n<!-- end of {name} -->" in page, name
 
 
 def test_no_preset_needs_a_translation() -> None:

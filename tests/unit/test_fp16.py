@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-import pytest
 import torch
 
 from megazero.comm.mesh.mesh import Mesh
 from megazero.comm.mesh.pretend import pretend_mesh
 from megazero.step.engine import Engine
+from tests.helpers.table import for_each
 from tests.parallel.cases import Case, micro_batches
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def alone_of(case: Case) -> Mesh:
     return Mesh(**{field.name: getattr(mesh, field.name) for field in fields(mesh)})
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 10])
+@for_each("ranks", [1, 2, 3, 5, 10])
 def test_the_divisor_of_a_micro_batch_is_that_of_every_layout(ranks: int) -> None:
     """8 samples are 8 micro-batches, however many of padding the ranks compute besides."""
     case = Case(dp=ranks, precision="fp16", micro_batches=-(-8 // ranks), batch=8, micro_batch_size=1)
@@ -31,7 +31,7 @@ def test_the_divisor_of_a_micro_batch_is_that_of_every_layout(ranks: int) -> Non
     assert engine._parts(batches, 0) == ranks * len(batches)
 
 
-@pytest.mark.parametrize("grad_dtype", ["fp32", "fp16"])
+@for_each("grad_dtype", ["fp32", "fp16"])
 def test_gradients_of_a_large_batch_are_those_of_a_small_one(grad_dtype: str) -> None:
     """4,096 data-parallel ranks with the same samples: the norm is the same, but for a power of two, to the bit.
 

@@ -22,6 +22,10 @@ from megazero.step.engine import StepResult
 from tests.caching_allocator import OutOfMemory
 from tests.helpers.fragmentation import free, ratio
 from tests.helpers.replay import MicroBatch, Rank, Shape
+from tests.helpers.table import for_each
+
+pytestmark = pytest.mark.second
+
 
 # -- the measure
 
@@ -62,7 +66,7 @@ def test_free_blocks_do_not_add_up() -> None:
     assert (free(found), ratio(found)) == (6144, 0.5)
 
 
-@pytest.mark.parametrize("state", ["active_pending_free", "active_awaiting_free"])
+@for_each("state", ["active_pending_free", "active_awaiting_free"])
 def test_a_block_that_another_stream_reads_is_not_free(state: str) -> None:
     found = fragmentation([segment((1024, state), (512, "inactive"), (512, "active_allocated"))])
     assert found == Fragmentation(reserved=2048, allocated=1536, largest_free=512)
@@ -146,7 +150,7 @@ def survives(name: str, in_arena: tuple[str, ...], slack: int) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "in_arena"), SLACK)
+@for_each(("name", "in_arena"), SLACK)
 def test_memory_that_a_run_needs_beyond_its_demand(name: str, in_arena: tuple[str, ...]) -> None:
     """Compare with the measured numbers, to the percent.
 
@@ -166,12 +170,12 @@ def test_memory_that_a_run_needs_beyond_its_demand(name: str, in_arena: tuple[st
     assert not survives(name, in_arena, slack - 1)
 
 
-@pytest.mark.parametrize("name", patterns())
+@for_each("name", patterns())
 def test_an_arena_for_all_that_lives_long_needs_less(name: str) -> None:
     assert SLACK[name, BOTH] < SLACK[name, PLAIN]
 
 
-@pytest.mark.parametrize("name", ["growing", "mixed"])
+@for_each("name", ["growing", "mixed"])
 def test_plain_allocation_dies_of_fragmentation_where_the_arena_goes_on(name: str) -> None:
     """On a device half-way between the two needs, plain allocation fails with twice the requested bytes idle; with the
     arena the whole pattern runs five times.
@@ -196,8 +200,8 @@ def test_the_measure_shows_it_at_the_point_of_death() -> None:
     assert ratio(found) > 0.5
 
 
-@pytest.mark.parametrize("in_arena", [PLAIN, CHECKPOINTS, BOTH])
-@pytest.mark.parametrize("in_flight", [1, 4])
+@for_each("in_arena", [PLAIN, CHECKPOINTS, BOTH])
+@for_each("in_flight", [1, 4])
 def test_the_trace_gives_everything_back(in_arena: tuple[str, ...], in_flight: int) -> None:
     rank = Rank(Shape(), 1 << 50, in_arena, in_flight)
     before = rank.allocator.allocated
@@ -220,7 +224,7 @@ def test_a_cpu_has_no_allocator_to_read(monkeypatch: pytest.MonkeyPatch) -> None
     assert device_fragmentation(torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("leads", [True, False])
+@for_each("leads", [True, False])
 def test_the_record_of_a_traced_iteration_has_it_on_the_rank_that_writes(
     leads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,9 @@ from megazero.config.cli import parse
 from megazero.price.bytes.capacity import checkpoint_bytes
 from megazero.price.goodput import best_interval, goodput, ways
 from megazero.price.time.devices import load_device
+from tests.helpers.table import for_each
+
+pytestmark = pytest.mark.second
 
 
 def stretches(interval: float, save: float, restart: float, mtbf: float, seed: int) -> list[float]:
@@ -44,7 +47,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@for_each("case", CASES)
 def test_the_formula_agrees_with_a_simulation(case: tuple[float, float, float, float]) -> None:
     """Compare the mean of independent stretches within 4.5 standard errors: one seed in 100,000 is further off."""
     interval, save, *_ = case
@@ -77,7 +80,7 @@ def nested(memory: tuple[float, float, float], copies: int, save: float, mtbf: f
     return found
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("memory", "copies", "save", "mtbf", "both"),
     [((60.0, 1.0, 60.0), 40, 30.0, 2000.0, 0.05), ((100.0, 0.5, 60.0), 80, 40.0, 11_000.0, 0.01)],
 )
@@ -117,7 +120,7 @@ def test_the_best_interval_loses_least() -> None:
 FLAGS = "--num-layers 2 --hidden-size 8 --ffn-hidden-size 24 --num-attention-heads 2 --vocab-size 50 --seq-length 12"
 
 
-@pytest.mark.parametrize(("optimizer", "precision"), [("adamw", "bf16"), ("lion", "fp32"), ("muon", "fp64")])
+@for_each(("optimizer", "precision"), [("adamw", "bf16"), ("lion", "fp32"), ("muon", "fp64")])
 def test_bytes_of_a_checkpoint_by_hand(optimizer: str, precision: str) -> None:
     """GPT-2: q, k, v and projection, two products of the MLP, their biases, two norms; tables and the last norm."""
     matrices = 2 * (3 * 8 * 8 + 8 * 8 + 2 * 8 * 24)

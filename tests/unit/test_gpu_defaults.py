@@ -15,9 +15,10 @@ from megazero.config.model_options import Precision
 from megazero.price.plan import plan_config
 from megazero.price.time.devices import known_devices, load_device
 from tests.helpers.pretended_gpu import GPU, pretended_gpu
+from tests.helpers.table import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("flags", "fastest", "precision", "warmup"),
     [
         ("", "bf16", "bf16", 10),
@@ -56,7 +57,7 @@ def test_the_fastest_precision_of_devices() -> None:
     assert found.pop("v100-32gb") == "fp16" and set(found.values()) == {"bf16"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("capability", "fastest"),
     [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "fp32")],
 )
@@ -68,8 +69,9 @@ def test_the_fastest_precision_of_a_gpu(capability: tuple[int, int], fastest: st
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --vocab-size 97"
 
 
+@pytest.mark.second
 @pytest.mark.long
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "precision"),
     [
         ("--plan --world-size 8 --device-type h100-80gb", "bf16"),

@@ -13,6 +13,7 @@ from megazero.comm.mesh.collectives import Axis
 from megazero.comm.mesh.groups import GroupMaker
 from megazero.comm.mesh.mesh import Mesh, make_links
 from megazero.plan.layout.topology import AXES, SUB_AXES, Layout, disjoint
+from tests.helpers.table import for_each
 
 MINUTE = datetime.timedelta(minutes=1)
 
@@ -54,7 +55,7 @@ class Splits:
         return "group", *mine, len(self.calls)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "layout",
     [
         Layout(pp=8, dp=16, tp=8),
@@ -62,7 +63,6 @@ class Splits:
         Layout(pp=4, tp=2),
         Layout(pp=8, dp=8, tp=4, shards=4, chunks=2, v_shaped=True),
     ],
-    ids=str,
 )
 def test_a_mesh_on_gpus_is_made_in_a_few_splits(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same splits on all ranks, each of disjoint groups, however many ranks there are."""

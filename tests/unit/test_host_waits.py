@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
 
-import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from megazero.comm.mesh.pretend import PretendMesh, pretend_mesh
 from megazero.step.engine import Engine
+from tests.helpers.table import for_each
 from tests.parallel.cases import MODEL, Case, micro_batches
 
 GPU = torch.device("meta")
@@ -81,7 +81,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@for_each("case", CASES)
 def test_a_step_and_an_evaluation_wait_once(case: Case) -> None:
     alone = pretend_mesh(case.layout, case.world - 1, GPU, needs_staging_buffer=False)
     mesh = ReadingMesh(**{field.name: getattr(alone, field.name) for field in fields(alone)})

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reports import families, modules
-from megazero.config.architectures import ARCHITECTURES
+from tests.helpers.table import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megazero"
@@ -222,12 +221,13 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.second
+@for_each("rule", RULES)
 def test_the_code_keeps_the_rule(rule: Callable[[Sources], Iterator[str]]) -> None:
     assert list(rule(sources())) == []
 
 
-@pytest.mark.parametrize(("rule", "module", "fault"), FAULTS, ids=lambda x: getattr(x, "__name__", None))
+@for_each(("rule", "module", "fault"), FAULTS)
 def test_the_rule_sees_a_fault(rule: Callable[[Sources], Iterator[str]], module: str, fault: str) -> None:
     """Planted at the end of a module that is itself in order, among those that the faults import."""
     planted = {name: sources()[name] for name in (module, "plan.schedule.schedules")}
@@ -239,32 +239,6 @@ def test_every_rule_has_a_fault() -> None:
     assert {rule for rule, _, _ in FAULTS} == set(RULES)
 
 
-def test_the_page_of_modules_is_that_of_their_docstrings() -> None:
-    """Made again by `python -m benchmarks.reports.modules`."""
-    page = list(modules.page())
-    assert (ROOT / "docs" / "results" / "modules.md").read_text() == "\n".join(page)
-    assert any("| `flat_layout` | Arithmetic of a unit's flat buffer. Pure: integers only. |" in line for line in page)
-
-
-def test_the_page_of_families_is_that_of_their_rows() -> None:
-    page = "\n".join(families.page())
-    current = (ROOT / "docs" / "results" / "families.md").read_text() == page
-    assert current, "docs/results/families.md is out of date: python -m benchmarks.reports.families"
-    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
-    assert rows.keys() == ARCHITECTURES.keys()
-    assert (
-        "| `gemma3_text`, Gemma3ForCausalLM | RMSNorm of weight 1 + w before and after attention and MLP; tanh GEGLU; "
-        "no biases; rotary positions; embeddings x sqrt(hidden size) |" in rows["gemma3"]
-    )
-    assert "`--untie-embeddings`, `--rotary-percent 0.25` | `pythia-1.4b`, `pythia-160m` |" in rows["gpt-neox"]
-
-
-def test_lines_of_a_family_are_its_row_and_what_it_alone_uses() -> None:
-    known = families.definitions(ast.parse("shared = 1\ndef own(\n):\n    return deep\ndeep = (\n    2)\nidle = 3\n"))
-    rows = {name: [ast.parse(text, mode="eval").body] for name, text in (("a", "shared + own()"), ("b", "shared"))}
-    assert families.own_lines(families.Source(rows, {"a": 4, "b": 1}, known)) == ({"a": 4 + 3 + 2, "b": 1}, 1)
-
-
 def test_links_of_pages_lead_to_files() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", page.read_text())]
@@ -272,10 +246,17 @@ def test_links_of_pages_lead_to_files() -> None:
     assert not [f"{page.relative_to(ROOT)}: {link}" for page, link in links if not (page.parent / link).exists()]
 
 
+@pytest.mark.second
 @pytest.mark.long
-@pytest.mark.parametrize("command", [["ruff", "check", "."], ["lint-imports"]], ids=lambda command: command[0])
+@for_each("command", [["ruff", "check", "."], ["lint-imports"]])
 def test_the_linter_has_no_complaint(command: list[str]) -> None:
     """Folders import downwards, plans import no torch, only comm and checkpoint import torch.distributed, and so on."""
     program = Path(sys.executable).parent / command[0]
     done = subprocess.run([program, *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_tests_import_no_benchmarks() -> None:
+    """Benchmarks import tests/helpers, and have their own tests in benchmarks/tests."""
+    files = (ROOT / "tests").rglob("*.py")
+    assert not [path for path in files if re.search(r"^ *(?:from|import) benchmarks", path.read_text(), re.MULTILINE)]

@@ -12,6 +12,7 @@ import pytest
 from megazero.config.schema import ModelConfig
 from megazero.huggingface.configuration import HARMLESS, read_config
 from megazero.huggingface.families import MODELS, family_of
+from tests.helpers.table import for_each
 
 SMALL = {
     "hidden_size": 48,
@@ -56,7 +57,7 @@ def another(value: Any) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model_type", MODELS)
+@for_each("model_type", MODELS)
 def test_a_file_and_its_folder_are_the_same_model(model_type: str, tmp_path: Path) -> None:
     architecture, model, notes = read_config(written(tmp_path, model_type))
     assert (architecture, model, []) == read_config(tmp_path) and architecture.model_type == model_type and not notes
@@ -64,7 +65,7 @@ def test_a_file_and_its_folder_are_the_same_model(model_type: str, tmp_path: Pat
     assert (model.vocab_size, model.seq_length) == (61, 20)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@for_each("model_type", MODELS)
 def test_every_key_changes_the_model_or_is_refused_by_its_name(model_type: str, tmp_path: Path) -> None:
     """Each key of the class in turn, with another value; those without an effect are in HARMLESS."""
     file = written(tmp_path, model_type)
@@ -82,8 +83,8 @@ def test_every_key_changes_the_model_or_is_refused_by_its_name(model_type: str, 
     assert ignored == set(architecture.ignored)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("key", PLANTED)
+@for_each("model_type", MODELS)
+@for_each("key", PLANTED)
 def test_a_planted_key_is_refused_by_name_and_value(model_type: str, key: str, tmp_path: Path) -> None:
     file = written(tmp_path, model_type, **{key: PLANTED[key]})
     with pytest.raises(ValueError, match=rf"--hf-config .*config.json: .*{key}") as refusal:
@@ -91,7 +92,7 @@ def test_a_planted_key_is_refused_by_name_and_value(model_type: str, key: str, t
     assert str(PLANTED[key])[:40] in str(refusal.value)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@for_each("model_type", MODELS)
 def test_harmless_keys_change_nothing(model_type: str, tmp_path: Path) -> None:
     model = read_config(written(tmp_path, model_type)).model
     more = {"torch_dtype": "bfloat16", "use_cache": False, "eos_token_id": [3, 4], "_name_or_path": "x/y"}
@@ -103,7 +104,7 @@ def test_harmless_keys_change_nothing(model_type: str, tmp_path: Path) -> None:
     assert f"auto_map {more['auto_map']}; transformers' {MODELS[model_type].model_class} ignores it, and so" in note
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model_type", "change", "words"),
     [
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window True"),
@@ -174,7 +175,7 @@ IN_SHORT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", IN_SHORT)
+@for_each("name", IN_SHORT)
 def test_keys_with_the_value_of_the_class_are_read(name: str, tmp_path: Path) -> None:
     keys, options = IN_SHORT[name]
     (tmp_path / "config.json").write_text(json.dumps(keys))
@@ -182,7 +183,7 @@ def test_keys_with_the_value_of_the_class_are_read(name: str, tmp_path: Path) ->
     assert {option: getattr(model, option) for option in options} == options
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "phi3", "mixtral", "qwen3_moe"])
+@for_each("model_type", ["mistral", "phi3", "mixtral", "qwen3_moe"])
 def test_classes_without_kinds_of_layers_refuse_them(model_type: str, tmp_path: Path) -> None:
     """transformers' model ignores the key: all layers have the window."""
     kinds = ["full_attention", "sliding_attention"]

@@ -20,6 +20,7 @@ from megazero.huggingface.model_flags import find_model
 from megazero.run.run_state import RunState, source_digest
 from megazero.zero.shards import LocalShard
 from tests.end_to_end.test_generate import write_tokenizer
+from tests.helpers.table import for_each
 from tests.unit.test_huggingface_config import written
 
 MODEL_FLAGS = {name for name, flag in flags().items() if flag.group == "model"}
@@ -53,6 +54,7 @@ def test_flags_stand_above_the_file_and_the_file_above_a_preset(tmp_path: Path) 
     )
 
 
+@pytest.mark.second
 def test_config_toml_holds_the_fields_and_not_the_file(tmp_path: Path) -> None:
     file = written(tmp_path / "theirs", "llama")
     first = command("--hf-config", file, "--num-layers", 1, "--lr", 1)
@@ -64,6 +66,7 @@ def test_config_toml_holds_the_fields_and_not_the_file(tmp_path: Path) -> None:
     assert again.config.model == first.config.model and again.config.hf_config == ""
 
 
+@pytest.mark.second
 def test_a_folder_as_load_implies_its_config(tmp_path: Path) -> None:
     folder = written(tmp_path / "theirs", "gpt2").parent
     found = command("--load", folder, "--hidden-dropout", 0)
@@ -77,6 +80,7 @@ def test_a_folder_as_load_implies_its_config(tmp_path: Path) -> None:
         command("--hf-config", other, "--load", folder)
 
 
+@pytest.mark.second
 def test_the_tokenizer_of_the_folder_is_the_default(tmp_path: Path) -> None:
     file = written(tmp_path / "theirs", "llama")
     assert command("--hf-config", file).config.data.tokenizer == ""
@@ -90,7 +94,8 @@ def test_the_tokenizer_of_the_folder_is_the_default(tmp_path: Path) -> None:
     assert command("--hf-config", file, "--preset", tmp_path / "p.toml").config.data.tokenizer == "byte"
 
 
-@pytest.mark.parametrize("change", ["none", "changed", "gone"])
+@pytest.mark.second
+@for_each("change", ["none", "changed", "gone"])
 def test_a_resumed_run_has_the_model_of_its_checkpoint(change: str, tmp_path: Path) -> None:
     file = written(tmp_path / "theirs", "llama")
     model = replace(command("--hf-config", file, "--num-layers", 1).config.model, seq_length=8)
@@ -109,6 +114,7 @@ def test_a_resumed_run_has_the_model_of_its_checkpoint(change: str, tmp_path: Pa
     assert one.config.model == replace(model, hidden_dropout=0.5)
 
 
+@pytest.mark.second
 def test_a_batch_script_resumes_by_one_more_load(tmp_path: Path) -> None:
     """The folder of the weights stays on the command line: scripts/slurm/pretrain.sbatch appends a --load."""
     folder = written(tmp_path / "theirs", "gpt2").parent
@@ -125,18 +131,21 @@ def test_a_batch_script_resumes_by_one_more_load(tmp_path: Path) -> None:
         command("--load", folder, "--load", tmp_path / "new")
 
 
+@pytest.mark.second
 def test_another_file_is_read_for_the_checkpoint_of_another_run(tmp_path: Path) -> None:
     one, other = written(tmp_path / "one", "gpt2"), written(tmp_path / "other", "gpt2", n_layer=3)
     save(tmp_path / "run", one, command("--hf-config", one).config.model)
     assert command("--hf-config", other, "--load", tmp_path / "run").config.model.num_layers == 3
 
 
+@pytest.mark.second
 def test_programs_that_do_not_read_it_refuse_it() -> None:
     with pytest.raises(ValueError, match="--hf-config x: this program does not read it"):
         parse(["--hf-config", "x"])
     assert parse([]) == Config()
 
 
+@pytest.mark.second
 def test_flags_of_hugging_faces_scripts(tmp_path: Path) -> None:
     file = written(tmp_path / "theirs", "gpt2")
     assert command("--config_name", file).config.model.hidden_size == 48
@@ -144,6 +153,7 @@ def test_flags_of_hugging_faces_scripts(tmp_path: Path) -> None:
     assert found.config.checkpoint.load == str(file.parent) and found.config.model.hidden_size == 48
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_it_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path / "theirs", "qwen2")

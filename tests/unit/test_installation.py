@@ -17,6 +17,7 @@ from megazero.config.presets import PRESETS
 from megazero.optional import EXTRAS, load_optional, require_optional
 from megazero.price.expected import PUBLISHED
 from megazero.price.time.devices import DEVICES
+from tests.helpers.table import for_each
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -49,9 +50,7 @@ def test_console_commands_and_their_files_are_in_the_package() -> None:
         assert not beside or PUBLISHED in (ROOT / package.replace(".", "/")).glob(*beside)
 
 
-@pytest.mark.parametrize(
-    ("module", "extra"), [("matplotlib.figure", "plots"), ("tiktoken", "hf"), ("datasets", "data")]
-)
+@for_each(("module", "extra"), [("matplotlib.figure", "plots"), ("tiktoken", "hf"), ("datasets", "data")])
 def test_a_missing_package_is_asked_for(monkeypatch: pytest.MonkeyPatch, module: str, extra: str) -> None:
     package = module.partition(".")[0]
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:

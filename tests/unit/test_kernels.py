@@ -26,6 +26,7 @@ from megazero.plan.program.rank_spec import rank_spec
 from megazero.price.trace.kernels import Operator
 from megazero.price.trace.trace import trace
 from tests.helpers import kernel_checks
+from tests.helpers.table import for_each
 from tests.helpers.traces import trace_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +46,7 @@ DROPOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "columns", "dtype"), DROPOUTS, ids=["two samples", "wide", "bf16", "13 segments"])
+@for_each(("rows", "columns", "dtype"), DROPOUTS)
 def test_dropout_is_the_same_bits(rows: tuple[Rows, ...], columns: int, dtype: torch.dtype) -> None:
     kernel_checks.check_dropout(rows, columns, dtype, DEVICE)
 
@@ -57,7 +58,7 @@ def test_dropout_of_nothing_hides_nothing() -> None:
     assert dropout(torch.full((2, 8), torch.nan, device=DEVICE), (Rows(0, 0, 2),)).isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@for_each("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_is_cross_entropy(dtype: torch.dtype) -> None:
     """Shards of uneven length, one without a column, labels that name others' padding; a shard of several blocks."""
     kernel_checks.check_loss(10, [41, 48, 0], 48, dtype, DEVICE)
@@ -68,8 +69,9 @@ def test_the_loss_is_cross_entropy(dtype: torch.dtype) -> None:
 MAPS = [LogitMap(1 / 6), LogitMap(1.0, 2.5), LogitMap(0.5, 30.0)]
 
 
-@pytest.mark.parametrize("to_logits", MAPS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.second
+@for_each("to_logits", MAPS)
+@for_each("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_loss_of_divided_and_capped_logits(dtype: torch.dtype, to_logits: LogitMap) -> None:
     """Also of products that a cap makes equal, and whose exponentials are 0 in fp16."""
     for spread in (3.0, 40.0):
@@ -85,7 +87,7 @@ def test_a_loss_that_is_not_finite_shows() -> None:
     assert loss.isnan().tolist() == [True, True, False]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@for_each("dtype", [torch.float32, torch.bfloat16])
 def test_norms_and_swiglu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs with several turns, one of them with fewer; turns of one, two and four rows; columns that end within a
     block.
@@ -110,7 +112,7 @@ def test_weight_gradients_do_not_depend_on_chance(monkeypatch: pytest.MonkeyPatc
     assert dweight.tolist() == [3.0] * 16  # (1e8 + 1 - 1e8) + (1 + 2), the first 1 lost in fp32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@for_each("dtype", [torch.float32, torch.bfloat16])
 def test_gelus_gradient_and_its_sum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs with several rows, one of them with fewer; two blocks of columns, one of which ends within."""
     monkeypatch.setattr("megazero.kernels.triton_activations.GELU_BLOCK", 32)
@@ -118,8 +120,9 @@ def test_gelus_gradient_and_its_sum(dtype: torch.dtype, monkeypatch: pytest.Monk
     kernel_checks.check_gelu(5, 50, dtype, DEVICE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
+@pytest.mark.second
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each(
     "rotary",
     [
         Rotary(12, 100.0),
@@ -128,13 +131,12 @@ def test_gelus_gradient_and_its_sum(dtype: torch.dtype, monkeypatch: pytest.Monk
         Rotary(2, 100.0, interleaved=True),
         Rotary(0, 100.0),
     ],
-    ids=str,
 )
 def test_rotary_positions(rotary: Rotary, dtype: torch.dtype) -> None:
     kernel_checks.check_rotary(dtype, DEVICE, rotary=rotary)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@for_each("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_added_to_a_table(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of two places, of which runs cover several; a last piece that is not full."""
     for size in (2, 3, 32):
@@ -245,7 +247,7 @@ def test_the_trial_tells_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@for_each("capability", [80, 90, 100, 120])
 def test_every_kernel_compiles_for_gpus_that_are_not_there(capability: int) -> None:
     """Machine code from the launches' arguments: no atomics, no spilled registers; 16-byte loads of aligned rows."""
     command = [sys.executable, "-m", "tests.helpers.compile_kernels", str(capability)]

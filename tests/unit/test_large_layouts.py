@@ -34,6 +34,7 @@ from megazero.rehearse.rehearsal_report import rehearsed_ranks
 from megazero.run.trainer import Trainer
 from megazero.units import size
 from scripts.draw_schedule import plain_pipeline
+from tests.helpers.table import for_each
 
 MODEL = "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 100"
 STAGES = f"--num-layers 12 {MODEL} --pipeline-model-parallel-size 12 --pipeline-split 1,1,1,1,1,1,1,1,1,1,1,1"
@@ -86,7 +87,7 @@ def test_a_table_of_many_stages_has_both_ends_the_middle_and_the_fullest() -> No
     assert any("seconds of a step on stage 7" in line for line in lines)
 
 
-@pytest.mark.parametrize(("world", "devices"), [(12, 8), (24, 8)])
+@for_each(("world", "devices"), [(12, 8), (24, 8)])
 def test_host_memory_of_a_node_is_that_of_its_devices(world: int, devices: int) -> None:
     """3 GB each, of eight devices on a node; a plan of four devices has four."""
     assert f"host memory: {3 * devices}.0 GB per node for inputs kept for recompute" in summary(
@@ -159,7 +160,7 @@ def test_hosts_of_several_nodes_are_named_with_their_ranks() -> None:
     assert environment(mesh)["hosts"] == ["a", "b", "c"] and environment(mesh)["ranks"] == 7
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ranks", "stages"),
     [(range(0, 4), [0, 0, 0, 0]), (range(4, 8), [1, 1, 1, 1]), (range(2, 6), [0, 0, 1, 1]), (range(6, 8), [1, 1])],
 )
@@ -178,7 +179,7 @@ def test_a_node_needs_what_its_own_ranks_need(ranks: range, stages: list[int]) -
     assert f", {size(max(peaks) * len(ranks))} for this node's {len(ranks)} of the 10.0 GB of host memory" in shown
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("group", "wanted"),
     [
         # (ranks, stride, world, devices of a node): nodes, ranks in a node, groups that leave a node
@@ -256,7 +257,7 @@ def test_a_job_of_several_nodes_is_started_by_sbatch() -> None:
 # -- dp > 1 without tensor parallelism
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("peers", "wanted"),
     [
         # two stages of four: the median of each is its own
@@ -274,9 +275,7 @@ def test_a_rank_is_slow_beside_those_of_its_stage(peers: int, wanted: list[tuple
     assert [times for _, times in found] == pytest.approx([times for _, times in wanted])
 
 
-@pytest.mark.parametrize(
-    "flags", ["--zero-stage 0", "--zero-stage 1", "--zero-stage 3", "--zero-stage 2 --zero-shard-size 2"]
-)
+@for_each("flags", ["--zero-stage 0", "--zero-stage 1", "--zero-stage 3", "--zero-stage 2 --zero-shard-size 2"])
 def test_bytes_of_a_stage_are_those_of_its_ranks(flags: str) -> None:
     """Every data-parallel rank has the same; a device that lacks a byte of it does not fit the run."""
     config, layout = resolved(f"{STAGES} {flags} --global-batch-size 8", 48)

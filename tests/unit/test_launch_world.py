@@ -25,6 +25,7 @@ from megazero.comm.mesh.mesh import Mesh
 from megazero.plan.layout.topology import Layout
 from tests.helpers.programs import free_port, listening, own_address
 from tests.helpers.ranks import Program, Ranks
+from tests.helpers.table import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -72,7 +73,7 @@ def test_torch_knows_the_variable() -> None:
     assert found[1] < found[0]
 
 
-@pytest.mark.parametrize(
+@for_each(
     "env, rank, size",
     [
         ("", 0, 1),
@@ -88,7 +89,7 @@ def test_ranks_are_read(env: str, rank: int, size: int, monkeypatch: pytest.Monk
     assert (world.rank, world.size) == (rank, size)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "env, words",
     [
         ("RANK=0 WORLD_SIZE=0", ["RANK=0 with WORLD_SIZE=0", "torchrun"]),
@@ -131,6 +132,7 @@ def test_a_taken_port_is_named_at_once(listener: socket.socket) -> None:
         launch.start(World(0, 2, 0, "torchrun"), torch.device("cpu"), 10)
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_a_port_of_another_program_is_named(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "ANSWER_SECONDS", 0.5)
@@ -204,6 +206,7 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         launch.start(World(0, 3, 0, "torchrun"), torch.device("cpu"), 0.01)
 
 
+@pytest.mark.second
 def test_ranks_meet_where_others_have_left_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """In torchrun's store, after failures: of three ranks one was missing; of two, one came too early."""
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -260,6 +263,7 @@ def test_a_limit_ends_the_process_and_says_why() -> None:
     assert done.returncode == 1 and "rank 3: joining took more than 0.2 s; giving up" in done.stderr
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_a_rank_of_srun_ends_if_its_parent_is_killed() -> None:
     """torchrun's ranks: tests/end_to_end/test_ranks_lost.py."""
@@ -354,7 +358,7 @@ def test_gloo_uses_the_interface_of_the_route_to_rank_0(monkeypatch: pytest.Monk
         assert os.environ["GLOO_SOCKET_IFNAME"] == wanted
 
 
-@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
+@for_each("visible", ["", "-1", "NoDevFiles"])
 def test_a_machine_whose_gpus_are_hidden_trains_on_its_cpu(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "has_nvidia", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -362,7 +366,7 @@ def test_a_machine_whose_gpus_are_hidden_trains_on_its_cpu(visible: str, monkeyp
     assert launch.pick_device(World(0, 1, 0, "single")) == torch.device("cpu")
 
 
-@pytest.mark.parametrize(("on_this_machine", "wanted"), [("2", ["node0"]), ("4", [""])])
+@for_each(("on_this_machine", "wanted"), [("2", ["node0"]), ("4", [""])])
 def test_ranks_of_several_machines_need_it(
     on_this_machine: str, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

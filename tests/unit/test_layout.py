@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
-
 from megazero.config.batch_sizes import data_parallel_size
 from megazero.plan.layout.topology import AXES, SUB_AXES, Coord, Layout, ring_bytes
+from tests.helpers.table import for_each
 
 LAYOUTS = [Layout(*sizes, cp=cp) for *sizes, cp in itertools.product((1, 2, 3, 4), repeat=4)]
 
@@ -60,7 +59,7 @@ def test_experts_are_divided_over_all_ranks_of_a_stage() -> None:
     }
 
 
-@pytest.mark.parametrize("axis", AXES)
+@for_each("axis", AXES)
 def test_groups_partition_the_world(axis: str) -> None:
     """In a group one coordinate runs from 0 up, and the others stay."""
     for layout in LAYOUTS:

@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any, Literal
 
 import pytest
-import torch._dynamo  # noqa: F401 - its import, of a million lines, is not counted
 
 from megazero.config.cli import parse
 from megazero.config.flags import flags
@@ -28,6 +27,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.capacity import check_memory
 from tests.helpers.programs import warm
+from tests.helpers.table import for_each
 
 MAX_LINES = 4_000_000  # an estimate takes up to some 1,000,000; a loop over a billion candidates never ends
 HOST = Machine(range(1), "cpu", None, Available(8 << 30, "of host memory"))
@@ -81,6 +81,8 @@ def limited_work(max_lines: int = MAX_LINES) -> Iterator[list[int]]:
 
 def start(argv: list[str], world_size: int, vocab_size: int = 257) -> tuple[Config, Layout] | str:
     """Return the configuration that a run starts with, or its refusal, by the steps of pretrain_gpt.py."""
+    import torch._dynamo  # noqa: F401 - a million lines, which do not count
+
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
@@ -141,7 +143,7 @@ def test_every_number_has_a_range() -> None:
         assert flag.bounds is None or flag.bounds.why, f"{name}: an upper bound says why"
 
 
-@pytest.mark.parametrize("flag", sorted(name for name, flag in flags().items() if flag.bounds))
+@for_each("flag", sorted(name for name, flag in flags().items() if flag.bounds))
 def test_both_ends_of_a_range_hold(flag: str) -> None:
     bounds, kind = flags()[flag].bounds, flags()[flag].kind
     assert bounds.complaint(bounds.least) == "" or bounds.least_open
@@ -197,7 +199,7 @@ EXPLICIT = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("line", "ranks", "said"), EXPLICIT, ids=[case[0][:60] for case in EXPLICIT])
+@for_each(("line", "ranks", "said"), EXPLICIT)
 def test_a_refusal_names_flag_value_and_way_out(line: str, ranks: int, said: str) -> None:
     result = start(line.split(), ranks)
     assert isinstance(result, str) and re.match(said, result), result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from megazero.model.layers.mlp import MLP
 from megazero.model.layers.norm import NORMS, NoNorm
 from megazero.model.layers.weight import GradWriter, Weight, named_weights
 from megazero.plan.layout.topology import Layout
+from tests.helpers.table import for_each
 
 CPU = torch.device("cpu")
 H = 6
@@ -32,8 +32,8 @@ class Collected(dict[Weight, torch.Tensor]):
         write(self[weight], False)
 
 
-@pytest.mark.parametrize("kind", [ColumnLinear, RowLinear])
-@pytest.mark.parametrize("dtype, step", [("bf16", 2.0**-7), ("fp16", 2.0**-10)])
+@for_each("kind", [ColumnLinear, RowLinear])
+@for_each("dtype, step", [("bf16", 2.0**-7), ("fp16", 2.0**-10)])
 def test_a_bias_gradient_is_not_rounded_to_the_precision(kind: type, dtype: str, step: float) -> None:
     """Three tokens whose sum, 3 + step, has one bit more than the precision."""
     stream = ResidualStream(pretend_mesh(Layout(), 0, CPU, needs_staging_buffer=False).tp, sharded=False)
@@ -94,10 +94,10 @@ def plain_mlp(case: MLPCase, x: torch.Tensor, w: dict[str, torch.Tensor]) -> tor
     return x + case.multiplier * plain_norm(case.after, result, w, "after")
 
 
-@pytest.mark.parametrize("frozen", [(), ("norm.*", "mlp.up.*"), ("norm.*",), ("mlp.down.*",), ("after.*",)], ids=str)
-@pytest.mark.parametrize("needs_dx", [True, False])
-@pytest.mark.parametrize("selective", [True, False])
-@pytest.mark.parametrize("case", MLPS, ids=str)
+@for_each("frozen", [(), ("norm.*", "mlp.up.*"), ("norm.*",), ("mlp.down.*",), ("after.*",)])
+@for_each("needs_dx", [True, False])
+@for_each("selective", [True, False])
+@for_each("case", MLPS)
 def test_an_mlp_and_its_norms_are_one_function(
     case: MLPCase, selective: bool, needs_dx: bool, frozen: tuple[str, ...]
 ) -> None:

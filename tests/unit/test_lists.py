@@ -34,6 +34,7 @@ from megazero.run.resume import check_data, check_model
 from megazero.run.run_state import RunState
 from megazero.run.same_run import LOCAL_FLAGS, run_values
 from megazero.zero.shards import LocalShard
+from tests.helpers.table import for_each
 
 GROUPS = {field.name for field in fields(Config) if field.name not in ("preset", "hf_config")}
 
@@ -108,7 +109,7 @@ def test_what_ranks_compare_besides_flags(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
-@pytest.mark.parametrize("unlike", [None, 0, 1, 2, 3])
+@for_each("unlike", [None, 0, 1, 2, 3])
 def test_every_part_of_a_digest_is_compared(unlike: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The highest and the lowest of both halves: ranks that differ in one of them alone are reported."""
     values, seen = {"--seed": "5"}, list[list[int]]()
@@ -135,7 +136,7 @@ def test_every_part_of_a_digest_is_compared(unlike: int | None, monkeypatch: pyt
     assert seen == [[first, second, -first, -second]]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "other", "wanted"),
     [
         ("a:b", "a:b", True),
@@ -277,7 +278,7 @@ def test_options_that_make_another_model() -> None:
         assert refused == wanted, architecture
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("then", "now", "refused"),
     [
         ({"data_path": ("a",)}, {"data_path": ("a",)}, True),
@@ -377,7 +378,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@for_each("damage", DAMAGES)
 def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megazero.zero.shards.CHUNK_BYTES", 16)  # several chunks a tensor
     path = saved(tmp_path)

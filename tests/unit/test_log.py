@@ -31,6 +31,7 @@ from megazero.observe.loggers import (
 )
 from megazero.observe.progress_line import ProgressLine, Record
 from megazero.price.trace.trace import model_flops
+from tests.helpers.table import for_each
 
 
 def record(iteration: int, **changes: Any) -> Record:
@@ -107,7 +108,7 @@ def test_a_fresh_run_keeps_the_previous_file(tmp_path: Path) -> None:
     assert [r["loss"] for r in read(tmp_path / "metrics.previous.jsonl")] == [4.5] * 3
 
 
-@pytest.mark.parametrize("torn", ['{"iteration": 3, "lo', "{", "nul", "\0\0\0", '"x"', "3", "null", "{}"])
+@for_each("torn", ['{"iteration": 3, "lo', "{", "nul", "\0\0\0", '"x"', "3", "null", "{}"])
 def test_a_torn_last_line_is_cut(torn: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, 0, range(1, 3))
@@ -124,7 +125,7 @@ def test_a_last_line_without_its_end_is_whole_again(tmp_path: Path) -> None:
     assert [r["iteration"] for r in read(path)] == [1, 2]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@for_each("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_null_and_said(value: float, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
@@ -215,7 +216,7 @@ def test_a_writer_that_fails_is_left_out_and_the_others_go_on(capsys: pytest.Cap
     assert "WARNING: Fails failed, and is not used any more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "config.toml"])
+@for_each("file", ["metrics.jsonl", "config.toml"])
 def test_a_log_folder_that_refuses_is_a_sentence(tmp_path: Path, file: str) -> None:
     (tmp_path / file).mkdir()
     (tmp_path / file / "x").write_text("")
@@ -311,6 +312,7 @@ def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
     assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 7.0)]
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_weights_and_biases_works_offline_without_an_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

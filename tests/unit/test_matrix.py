@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 from megazero.config.validate import check_device
+from tests.helpers.table import for_each
 from tests.parallel.matrix import (
     FACTORS,
     NUMBERS,
@@ -43,10 +44,9 @@ def broken(choice: Choice) -> Iterator[Rule]:
     return (rule for rule in rules_of(tuple(choice)) if not rule.allows(choice))
 
 
+@pytest.mark.second
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "factors", [FACTORS, NUMBERS, ON_GPU, WITH_EXPERTS], ids=["fp64", "numbers", "on a GPU", "experts"]
-)
+@for_each("factors", [FACTORS, NUMBERS, ON_GPU, WITH_EXPERTS])
 def test_a_pair_is_legal_where_some_choice_has_it(factors: Factors) -> None:
     """Against random choices, which meet all rules by themselves or do not count."""
     matrix = Matrix(factors)
@@ -89,6 +89,7 @@ def test_every_case_is_legal_and_every_legal_pair_meets() -> None:
     assert not any(gpu.missing)
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_what_a_rule_calls_refused_is_refused() -> None:
     """Every such rule is tried with a choice that breaks no other."""
@@ -107,6 +108,7 @@ def test_what_a_rule_calls_refused_is_refused() -> None:
     assert seen == {rule for rule in RULES if rule.refused}
 
 
+@pytest.mark.second
 def test_the_matrix_is_the_same_every_time() -> None:
     again = covers.__wrapped__()
     assert again == covers()

@@ -13,6 +13,7 @@ from megazero.optim import lion, muon
 from megazero.optim.muon import OwnedMatrices, newton_schulz
 from megazero.optim.step import StepParams
 from megazero.plan.layout.flat_layout import Matrices, Range
+from tests.helpers.table import for_each
 
 CONFIG = OptimizerConfig(
     lr=0.03, weight_decay=0.2, adam_beta1=0.85, adam_beta2=0.97, muon_momentum=0.9, muon_num_ns_steps=6
@@ -26,7 +27,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (24, 64), (7, 300)])
+@for_each("shape", [(16, 16), (24, 64), (7, 300)])
 def test_iterations_in_bf16_are_as_exact_as_torchs(shape: tuple[int, int]) -> None:
     """torch's are in bf16 alone. Both round every product; torch also rounds the norm."""
     x, coefficients = random(*shape).bfloat16(), (3.4445, -4.7750, 2.0315)
@@ -55,7 +56,7 @@ def in_fp64(x: torch.Tensor, coefficients: tuple[float, float, float], steps: in
     return x
 
 
-@pytest.mark.parametrize(("scale", "theirs"), [("moonlight", "match_rms_adamw"), ("keller", "original")])
+@for_each(("scale", "theirs"), [("moonlight", "match_rms_adamw"), ("keller", "original")])
 def test_weights_are_those_of_torchs_muon(scale: str, theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice of five weights, which torch gets matrix by matrix; after 20 updates with clipping. Four decay."""
     monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", in_fp64)

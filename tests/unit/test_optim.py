@@ -16,6 +16,7 @@ from megazero.optim.step import StepParams
 from megazero.plan.layout.flat_layout import FlatParam, equal_ranges, flat_layout
 from megazero.step.optimization import LossScale, clip_factor, learning_rate
 from tests.helpers.rounding import error_bound
+from tests.helpers.table import for_each
 
 CONFIG = OptimizerConfig(lr=2.0, min_lr=0.5, lr_warmup_iters=10, lr_decay_iters=110)
 
@@ -24,7 +25,7 @@ def lr(style: str, iteration: int, **changes: float) -> float:
     return learning_rate(replace(CONFIG, lr_decay_style=style, **changes), iteration)
 
 
-@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+@for_each("style", ["constant", "linear", "cosine"])
 def test_warm_up_is_linear_from_the_first_iteration(style: str) -> None:
     assert [lr(style, i) for i in (1, 5, 10)] == [0.2, 1.0, 2.0]
     assert lr(style, 1, lr_warmup_iters=1) == 2.0
@@ -47,14 +48,14 @@ def test_cosine() -> None:
     assert found[-2:] == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("style", ["linear", "cosine"])
+@for_each("style", ["linear", "cosine"])
 def test_decay_never_rises_and_has_no_step(style: str) -> None:
     values = [lr(style, i) for i in range(10, 130)]
     falls = [a - b for a, b in itertools.pairwise(values)]
     assert all(0 <= fall < 0.04 for fall in falls)
 
 
-@pytest.mark.parametrize("style", ["exponential", "linear", "cosine", "minus_sqrt"])
+@for_each("style", ["exponential", "linear", "cosine", "minus_sqrt"])
 def test_wsd_is_stable_and_then_decays(style: str) -> None:
     """Warm-up to 10, stable to 80, and Megatron-LM's four shapes in the last 20."""
     changes = {"lr_wsd_decay_iters": 20, "lr_wsd_decay_style": style, "lr_warmup_iters": 10, "lr_decay_iters": 100}
@@ -99,7 +100,7 @@ STEPS = 6
 OPTIMIZER = OptimizerConfig(weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [*((n, torch.float32) for n in (1, 2, 3, 8)), (2, torch.float64)])
+@for_each(("ranks", "dtype"), [*((n, torch.float32) for n in (1, 2, 3, 8)), (2, torch.float64)])
 def test_slices_learn_as_torchs_adamw_does(ranks: int, dtype: torch.dtype) -> None:
     """Each rank updates its own range of a flat buffer; torch has one tensor a parameter."""
     flat = flat_layout(PARAMS, ranks)
@@ -153,7 +154,7 @@ def test_slices_learn_as_torchs_adamw_does(ranks: int, dtype: torch.dtype) -> No
         assert not master[gap.slice()].any() and not moments[1][gap.slice()].any()
 
 
-@pytest.mark.parametrize("decayed", [0, 64, 128])
+@for_each("decayed", [0, 64, 128])
 def test_decay_ends_where_it_is_said(decayed: int) -> None:
     """Decay is all that happens without a gradient; the gradient is read only."""
     master, gradient = torch.ones(128), torch.zeros(128)
@@ -182,8 +183,8 @@ def test_the_bias_correction_follows_the_step() -> None:
         torch.testing.assert_close(master, -size * gradient.sign())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("divisor", [None, 1.7, 2.0**16])
+@for_each("dtype", [torch.float32, torch.float64])
+@for_each("divisor", [None, 1.7, 2.0**16])
 def test_torchs_private_operator_is_its_public_function(dtype: torch.dtype, divisor: float | None) -> None:
     """They are equal to the bit; both divide the gradient, in its own precision."""
     generator = torch.Generator().manual_seed(0)
@@ -201,7 +202,7 @@ def test_torchs_private_operator_is_its_public_function(dtype: torch.dtype, divi
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-@pytest.mark.parametrize("numel", [0, 64])
+@for_each("numel", [0, 64])
 def test_an_empty_range_is_no_trouble(numel: int) -> None:
     """A rank may own nothing of a unit, or nothing that decays, or nothing else: each slice is stepped or left out."""
     for decayed in (0, numel):
@@ -245,7 +246,7 @@ def test_the_scale_stays_above_its_least() -> None:
     assert not scale(value=2.0, left=0).exhausted
 
 
-@pytest.mark.parametrize("window", [1, 2, 5])
+@for_each("window", [1, 2, 5])
 def test_without_hysteresis_the_scale_is_torchs(window: int) -> None:
     """torch.amp.GradScaler, over two hundred iterations of which some overflow."""
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=window)

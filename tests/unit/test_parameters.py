@@ -13,6 +13,7 @@ from megazero.plan.layout.layers import num_parameters, stage_units
 from megazero.plan.layout.parameters import ParamSpec, unit_layout
 from megazero.plan.layout.regions import Region, coverage_fault
 from megazero.plan.layout.topology import Layout
+from tests.helpers.table import for_each
 
 # 840 heads of one dim: every tp from 1 to 8 divides them.
 MODEL = ModelConfig(num_layers=7, hidden_size=840, num_attention_heads=840, seq_length=13, vocab_size=50257)
@@ -23,8 +24,8 @@ def every_spec(model: ModelConfig) -> dict[str, ParamSpec]:
     return {spec.name: spec for specs in stage_units(declare(model), Layout(), 0).values() for spec in specs}
 
 
-@pytest.mark.parametrize("tp", range(1, 9))
-@pytest.mark.parametrize("vocab_size", PRIMES)
+@for_each("tp", range(1, 9))
+@for_each("vocab_size", PRIMES)
 def test_local_blocks_tile_the_global_tensor(tp: int, vocab_size: int) -> None:
     model = replace(MODEL, vocab_size=vocab_size, untie_embeddings=True)
     for spec in every_spec(model).values():
@@ -52,7 +53,7 @@ def test_a_cut_that_does_not_divide_is_an_error() -> None:
         ParamSpec("w", (10, 3), ((0, "tp"),), True).local({"tp": 0}, {"tp": 3})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("layers", "hidden", "heads", "count"),
     [
         (12, 768, 12, 124_439_808),
@@ -70,7 +71,7 @@ def test_counts_are_gpt2s(layers: int, hidden: int, heads: int, count: int) -> N
     assert num_parameters(declare(narrower)) == count - layers * (4 * h - f) * (2 * h + 1)
 
 
-@pytest.mark.parametrize("untied", [False, True])
+@for_each("untied", [False, True])
 def test_stages_partition_the_units(untied: bool) -> None:
     """But for a tied token table, which both ends hold."""
     model = replace(MODEL, untie_embeddings=untied)

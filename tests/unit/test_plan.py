@@ -34,6 +34,7 @@ from megazero.price.time.simulate import simulate
 from megazero.price.time.step_time import StepPrograms, step_parts, step_time
 from megazero.price.trace.kernels import Issue, Operator, Product
 from megazero.price.trace.trace import model_flops, trace
+from tests.helpers.table import for_each
 
 SMALL = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 --precision fp32"
 
@@ -90,7 +91,7 @@ def test_rings_and_messages_by_hand() -> None:
     assert wide.one_pass("tp", size) == pytest.approx(size * 7 / 8 / 1e10)
 
 
-@pytest.mark.parametrize("flags", ["", "--precision bf16 --reset-attention-mask --tokenizer byte"])
+@for_each("flags", ["", "--precision bf16 --reset-attention-mask --tokenizer byte"])
 def test_a_traced_block_has_narayanans_flops_and_six_sums(flags: str) -> None:
     """24 b s h^2 and 4 b s^2 h, the causal half of it, per rank; twice that backward; 2 + 1 + 2 all-reduces.
 
@@ -131,7 +132,7 @@ def test_waits_are_told_apart() -> None:
     assert timing.seconds == 5.0 and dict(timing.spent[0]) == {"Update": 1.0, "dp": 4.0}
 
 
-@pytest.mark.parametrize("seconds, slowed", [(1.2, 4.4), (9.0, 6.0), (0.0, 4.0)])
+@for_each("seconds, slowed", [(1.2, 4.4), (9.0, 6.0), (0.0, 4.0)])
 def test_a_layer_computes_more_slowly_while_a_collective_runs(seconds: float, slowed: float) -> None:
     """A forward of 4, half as slow again: 1.2 next to a collective do the work of 0.8; a copy from the host is free."""
     forward, gather, fetch = Forward("blocks.0", 0, graph=True), Gather("blocks.1"), Fetch("blocks.0", 0)
@@ -180,7 +181,7 @@ def test_attention_is_as_fast_as_its_heads_are_wide() -> None:
     assert Roofline(simple(compute_attention=0.5)).seconds(narrow) == pytest.approx(2e-3)
 
 
-@pytest.mark.parametrize("flags", ["", "--precision bf16 --reset-attention-mask --tokenizer byte"])
+@for_each("flags", ["", "--precision bf16 --reset-attention-mask --tokenizer byte"])
 def test_a_block_takes_what_the_host_needs_to_issue_it(flags: str) -> None:
     """Forward: norm, product, attention, product, sum; norm, product, GELU, product, sum. All heads are 16 wide."""
     config, layout = resolve(parse([*SMALL.split(), *flags.split()]), 1, 0, declare)
@@ -223,9 +224,7 @@ def test_a_step_of_zero_1_by_hand() -> None:
     assert quick.parts["optimizer"] == pytest.approx(36 * psi / 4 / 1e12, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "schedule, chunks, bubble", [("1f1b", 1, 3 / 8), ("interleaved", 2, 3 / 16), ("gpipe", 1, 3 / 8)]
-)
+@for_each("schedule, chunks, bubble", [("1f1b", 1, 3 / 8), ("interleaved", 2, 3 / 16), ("gpipe", 1, 3 / 8)])
 def test_the_bubble_is_the_schedules(schedule: str, chunks: int, bubble: float) -> None:
     """(p - 1) / (m v) of the busiest rank's time, where embedding and head are next to nothing; all parts add up."""
     model = "--num-layers 8 --hidden-size 512 --num-attention-heads 4 --seq-length 512 --vocab-size 16"
@@ -237,7 +236,7 @@ def test_the_bubble_is_the_schedules(schedule: str, chunks: int, bubble: float) 
     assert found.parts["bubble"] / found.parts["compute"] == pytest.approx(bubble, rel=0.05)
 
 
-@pytest.mark.parametrize("stages", ["", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"])
+@for_each("stages", ["", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"])
 def test_a_step_of_unequal_shares_takes_as_long_as_the_longest(stages: str) -> None:
     """8 samples on three replicas: bytes and seconds are those of 9, tokens and FLOPs those of 8."""
     world, found = 6 if stages else 3, []
@@ -263,6 +262,7 @@ def test_a_plan_names_padding(capsys: pytest.CaptureFixture[str]) -> None:
     assert "padding" not in capsys.readouterr().out
 
 
+@pytest.mark.second
 def test_a_long_step_is_extended_from_two_short_ones() -> None:
     """Bytes of 40 micro-batches, found from a few, are those of all 40. Seconds nearly: the first round of the
     pipeline, which waits for updated weights, is not quite as the later ones. With stages of unequal length, the waits
@@ -328,7 +328,7 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
+@for_each(
     "flags, said",
     [
         ("--plan --world-size 8", "--plan needs --device-type NAME, such as h100-80gb; add it, or drop --plan"),
@@ -352,7 +352,8 @@ def test_a_plan_refuses(flags: str, said: str) -> None:
         plan_config(parse([*SMALL.split(), *flags.split()]))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.second
+@for_each(
     "model, flags, said, offered",
     [
         ("gpt2-345m", "--micro-batch-size 32", "it fits with {}", "--recompute full"),
@@ -489,6 +490,7 @@ def test_a_search_finds_what_no_other_layout_beats(capsys: pytest.CaptureFixture
     assert len(everything) > 50 and plans[0].seconds <= 1.02 * min(everything)
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_a_search_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
     """All that are found fit; none is found where none fits."""
@@ -504,7 +506,7 @@ def test_a_search_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
     assert "none of" in (tmp_path / "out").read_text()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("world", "starts"),
     [
         (1, "python pretrain_gpt.py"),

@@ -22,6 +22,7 @@ from megazero.price.search.search_report import command, run_search
 from megazero.price.time.devices import load_device
 from megazero.price.trace.kernels import LayerEvents, Operator
 from megazero.price.trace.trace import trace
+from tests.helpers.table import for_each
 
 # 64 tokens, 2 experts of each: 128 rows, of width 48, in 8 experts of inner width 24
 MODEL = (
@@ -45,7 +46,7 @@ def grouped(events: LayerEvents) -> Iterator[int]:
             yield event.product.flops
 
 
-@pytest.mark.parametrize(("ep", "given", "factor"), [(2, 1.5, 1.5), (4, 1.25, 1.25), (4, 3, 3), (2, 7, 2), (1, 3, 1)])
+@for_each(("ep", "given", "factor"), [(2, 1.5, 1.5), (4, 1.25, 1.25), (4, 3, 3), (2, 7, 2), (1, 3, 1)])
 def test_the_busiest_rank_computes_and_keeps_more_rows(ep: int, given: float, factor: float) -> None:
     """All rows arrive at one rank at most."""
     flags = f"--expert-model-parallel-size {ep}"
@@ -71,7 +72,7 @@ def test_plan_json_has_the_axes_of_experts() -> None:
     assert as_json(plan)["layout"] == wanted
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ep", "given", "factor", "sent", "received"),
     [
         (1, 1, 0.5, 0.5, 0.5),
@@ -109,8 +110,9 @@ VARIED = (
 )
 
 
+@pytest.mark.second
 @pytest.mark.long
-@pytest.mark.parametrize("options", VARIED)
+@for_each("options", VARIED)
 def test_bounds_of_memory_are_bounds_with_experts(options: str) -> None:
     """Experts are on more ranks than attention, or on fewer; then their states are sharded over more ranks."""
     config = parse(f"{BOUNDED} {options}".split())
@@ -130,6 +132,7 @@ def test_bounds_of_memory_are_bounds_with_experts(options: str) -> None:
         assert terms.memory(candidate) <= peak, candidate
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_a_search_finds_the_best_division_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
     """Experts that hold nearly all weights: divided over ranks, or gathered. Its command line plans the same time."""
@@ -150,6 +153,7 @@ def test_a_search_finds_the_best_division_of_experts(capsys: pytest.CaptureFixtu
         assert make_plan(*again).seconds == plan.seconds and again[1] == plan.layout
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_a_model_without_experts_has_no_divisions_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     argv = (
@@ -161,6 +165,7 @@ def test_a_model_without_experts_has_no_divisions_of_them(capsys: pytest.Capture
     assert " ep " not in capsys.readouterr().out
 
 
+@pytest.mark.second
 def test_divided_experts_are_sent_to_fewer_ranks() -> None:
     """On eight ranks that hold an eighth of the experts each, ZeRO-3 gathers and reduces the dense weights alone."""
     config = parse(f"{BOUNDED} --moe-ffn-hidden-size 4096".split())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from megazero.config.schema import Config, ModelConfig, ZeroConfig
 from megazero.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
 from megazero.plan.layout.flat_layout import equal_ranges
@@ -13,6 +11,7 @@ from megazero.plan.layout.layers import Use
 from megazero.plan.layout.topology import Layout
 from megazero.plan.layout.zero_policy import Buckets, ZeroPolicy, plan_buckets
 from megazero.plan.program.rank_spec import rank_spec
+from tests.helpers.table import for_each
 
 CUT = ZeroPolicy(True, True, True)
 
@@ -33,7 +32,7 @@ def test_one_rank_has_nothing_to_cut() -> None:
     }
 
 
-@pytest.mark.parametrize("untied", [False, True])
+@for_each("untied", [False, True])
 def test_uses(untied: bool) -> None:
     """A layer uses its own unit, a tied head the token table too; a last stage that holds it looks nothing up."""
     model = ModelConfig(num_layers=4, hidden_size=8, num_attention_heads=2, vocab_size=9, untie_embeddings=untied)

@@ -22,6 +22,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.capacity import estimated, largest_preset
 from megazero.price.bytes.estimate import estimate
+from tests.helpers.table import for_each
 
 # preset -> (ranks, layers, hidden, heads, tensor parallelism, samples a model replica, global batch): the ZeRO paper,
 # figure 2, and GPT-2's shapes.
@@ -199,7 +200,8 @@ def test_every_preset_is_listed_here() -> None:
     assert {path.name.removesuffix(".toml") for path in PRESETS.glob("*")} == set(SHAPES)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.second
+@for_each("name", SHAPES)
 def test_shape_and_batch(name: str) -> None:
     config, layout = load(name)
     model, training = config.model, config.training
@@ -215,7 +217,8 @@ def test_shape_and_batch(name: str) -> None:
         assert (model.seq_length, model.vocab_size, training.precision) == (1024, 50257, "bf16")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.second
+@for_each("name", FAMILIES)
 def test_families_have_published_shapes_and_fit(name: str) -> None:
     """Each fits GPUs of 80 GB, its activations included."""
     config, layout = load(name)
@@ -240,6 +243,7 @@ def test_families_have_published_shapes_and_fit(name: str) -> None:
 PLANNED = {architecture: name for name, (architecture, *_) in reversed(FAMILIES.items())}.values()
 
 
+@pytest.mark.second
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in PLANNED else pytest.mark.slow) for name in FAMILIES]
@@ -252,7 +256,8 @@ def test_a_preset_is_planned(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert said in printed and "expected: " in printed
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name][5]])
+@pytest.mark.second
+@for_each("name", [name for name in FAMILIES if FAMILIES[name][5]])
 def test_transformers_has_as_many_weights(name: str) -> None:
     """Its class of the exported configuration, on the meta device."""
     import transformers
@@ -265,7 +270,8 @@ def test_transformers_has_as_many_weights(name: str) -> None:
     assert sum(p.numel() for p in theirs.parameters()) == num_parameters(declare(model))
 
 
-@pytest.mark.parametrize("architecture", sorted({architecture for architecture, *_ in FAMILIES.values()}))
+@pytest.mark.second
+@for_each("architecture", sorted({architecture for architecture, *_ in FAMILIES.values()}))
 def test_presets_are_sought_with_the_defaults_of_their_architecture(architecture: str) -> None:
     """A run that does not fit names a smaller preset."""
     found: list[Config] = []
@@ -278,7 +284,7 @@ def test_every_architecture_has_a_preset() -> None:
     assert {family[0] for family in FAMILIES.values()} == ARCHITECTURES.keys() - {"gpt2"}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@for_each("name", FAMILIES)
 def test_defaults_of_the_architecture_are_not_repeated(name: str) -> None:
     given, defaults = preset_values(name), ARCHITECTURES[FAMILIES[name][0]].defaults
     assert [flag for flag in given.keys() & defaults.keys() if given[flag] == defaults[flag]] == []
@@ -287,7 +293,8 @@ def test_defaults_of_the_architecture_are_not_repeated(name: str) -> None:
 MIXTURES = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "olmoe-1b-7b")  # named by other sizes
 
 
-@pytest.mark.parametrize("name", [name for name in SHAPES if name not in (*SMALL, *MIXTURES)])
+@pytest.mark.second
+@for_each("name", [name for name in SHAPES if name not in (*SMALL, *MIXTURES)])
 def test_the_name_says_the_size(name: str) -> None:
     """Within a twentieth, or rounded down to a whole billion, as some developers do."""
     said = re.fullmatch(r"[\w.]+(?:-[\w.]+)??-([\d.]+)([mb])(?:-\w+)?", name)
@@ -306,7 +313,7 @@ TABLE_3 = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE_3)
+@for_each("name", TABLE_3)
 def test_the_configurations_of_table_3(name: str) -> None:
     config, _ = load(name)
     zero, kept = config.zero, config.activations
@@ -315,7 +322,7 @@ def test_the_configurations_of_table_3(name: str) -> None:
     assert 0 < zero.reduce_bucket_size < num_parameters(declare(config.model))
 
 
-@pytest.mark.parametrize("name", PAPER)
+@for_each("name", PAPER)
 def test_the_papers_models_are_zero_100bs_configuration(name: str) -> None:
     """Pos+g and Pa, no accumulation; and each fits its V100 of 32 GB, without the few GB of one block's activations."""
     config, layout = load(name)

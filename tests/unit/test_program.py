@@ -45,6 +45,7 @@ from megazero.plan.program.program import Program, program, text
 from megazero.plan.program.rank_spec import RankSpec, rank_spec
 from megazero.plan.schedule.schedules import EVALUATION
 from megazero.price.time.simulate import simulate
+from tests.helpers.table import for_each
 
 KINDS = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1), (EVALUATION, 1), (EVALUATION, 2)]
 
@@ -168,7 +169,7 @@ def test_reductions_run_behind_the_backward() -> None:
     assert not any(isinstance(op, (Start, Wait)) and isinstance(op.op, Reduce) for op in plain)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("stage", "every", "wanted"), [(0, "micro-batch", 1), (1, "micro-batch", 1), (2, "micro-batch", 4), (3, "step", 1)]
 )
 def test_reductions_per_step(stage: int, every: str, wanted: int) -> None:
@@ -208,8 +209,8 @@ def test_the_end_of_a_step_has_one_order() -> None:
     assert [kind for kind, _ in itertools.groupby(order)] == [ReduceReplicas, SumReplicated, SumTied, GradNorm]
 
 
-@pytest.mark.parametrize("schedule, pp", [("1f1b", 1), ("1f1b", 2), ("zero-bubble", 2)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@for_each("schedule, pp", [("1f1b", 1), ("1f1b", 2), ("zero-bubble", 2)])
+@for_each("stage", [1, 2, 3])
 def test_replicas_are_summed_behind_the_backward(stage: int, schedule: str, pp: int) -> None:
     """Each unit is summed once, when its last reduction is done; all but the last two while another layer computes."""
     parallel = replace(ParallelConfig(), pipeline_model_parallel_size=pp)
@@ -249,6 +250,7 @@ def test_operations_of_different_types_differ() -> None:
     assert Sync("head") != Reduce("head") and len({Sync("head"), Reduce("head")}) == 2
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_a_program_is_printed_one_operation_per_line() -> None:
     spec = rank_spec(config(zero=ZeroConfig(3)), Layout(dp=2), 0, declare)

@@ -28,6 +28,10 @@ from megazero.price.bytes.estimate import Few
 from megazero.price.time.simulate import simulate
 from megazero.zero.reduce_scatter import Buffer, Reducer
 from scripts.draw_schedule import plain_pipeline, play, thirds
+from tests.helpers.table import for_each
+
+pytestmark = pytest.mark.second
+
 
 # (ranks p, micro-batches m, chunks v) -> idle time of a step. 1F1B and GPipe: 3 (p - 1), of chunks as long as v parts.
 IDLE = {
@@ -58,7 +62,7 @@ IDLE = {
 }
 
 
-@pytest.mark.parametrize("schedule", IDLE)
+@for_each("schedule", IDLE)
 def test_a_schedule_waits_so_long_and_no_longer(schedule: str) -> None:
     found = {}
     for p, m, v in IDLE[schedule]:
@@ -68,7 +72,7 @@ def test_a_schedule_waits_so_long_and_no_longer(schedule: str) -> None:
     assert found == IDLE[schedule]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("schedule", "m", "v", "wanted"),
     [
         ("1f1b", 9, 1, [4, 3, 2, 1]),
@@ -85,7 +89,7 @@ def test_a_rank_of_four_holds_so_many_chunks(schedule: str, m: int, v: int, want
     assert [peak_live(order_of(schedule, place)) for place in places] == wanted
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("schedule", "ranks", "wanted"),
     [
         ("zero-bubble", 4, {1: 5, 2: 4, 3: 3, None: 3}),  # one pass less for each that may wait, down to p - 1
@@ -116,7 +120,7 @@ SECONDS: dict[type[Op], float] = {
 }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("stage", "exposed", "at_once"),
     [
         (0, 5, 30),  # the last reduction | six of them
@@ -129,7 +133,7 @@ SECONDS: dict[type[Op], float] = {
         ),  # a head's norm and its table, 6, behind a forward of 4 | three blocks gather again
     ],
 )
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@for_each("recompute", ["none", "full"])
 def test_overlap_leaves_only_the_ends_of_a_step_exposed(stage: int, exposed: int, at_once: int, recompute: str) -> None:
     """Token table, positions, three blocks, head; kept inputs in host memory, whose copies of 3 come back in time."""
     for overlap, wanted, copies in ((True, exposed, 0), (False, at_once, 9)):
@@ -157,7 +161,7 @@ class _Events(PretendAxis):
         return Pending(lambda: self.events.append(f"wait {name}"))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("overlap", "slots", "wanted"),
     [
         # two in flight: a bucket is packed while the one before it is sent
@@ -179,7 +183,7 @@ def test_buckets_of_a_unit_follow_each_other(overlap: bool, slots: int, wanted: 
     assert " | ".join(filter(None, (started, left))) == wanted
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("layers", "pp", "head", "wanted"),
     [
         (12, 4, 0.2, (3, 3, 3, 3)),
@@ -197,7 +201,7 @@ def test_layers_leave_the_last_stage_for_the_sake_of_the_head(
     assert split_by_cost(placement(pp, 1, False), LayerCosts(0.0, (1.0,) * layers, head)) == wanted
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("schedule", "layout", "wanted", "played"),
     [
         ("1f1b", Layout(pp=12), 64, (16, 28)),  # at least a micro-batch per stage, and the same rest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import prose
+from tests.helpers.table import for_each
 
 BROKEN = [
     "Return what autograd keeps.",
@@ -34,12 +35,12 @@ FINE = [
 ]
 
 
-@pytest.mark.parametrize("sentence", BROKEN)
+@for_each("sentence", BROKEN)
 def test_a_rule_sees_its_sentence(sentence: str) -> None:
     assert list(prose.of_text(sentence))
 
 
-@pytest.mark.parametrize("sentence", FINE)
+@for_each("sentence", FINE)
 def test_plain_sentences_pass(sentence: str) -> None:
     assert list(prose.of_text(sentence)) == []
 
@@ -48,7 +49,7 @@ def test_every_rule_has_a_sentence() -> None:
     assert all(any(pattern.search(sentence) for sentence in BROKEN) for pattern, _ in prose.COMPILED)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("source", "line"),
     [
         ('def f():\n    """Of the gradient."""', 2),
@@ -75,7 +76,8 @@ def test_pages_and_scripts_are_read() -> None:
     assert [number for number, _ in prose.of_script("#!/bin/bash\necho what  # says it\n")] == [2]
 
 
-@pytest.mark.parametrize("folder", ["megazero", "scripts", "data_tools", "benchmarks", "tests", "docs", ""])
+@pytest.mark.second
+@for_each("folder", ["megazero", "scripts", "data_tools", "benchmarks", "tests", "docs", ""])
 def test_the_prose_keeps_the_rules(folder: str) -> None:
     files = [p for p in prose.everything() if (p.relative_to(prose.ROOT).parts[0] == folder) == bool(folder)]
     files = files if folder else [p for p in files if len(p.relative_to(prose.ROOT).parts) == 1]

@@ -18,6 +18,7 @@ from megazero.memory.tracker import MemoryTracker
 from megazero.model.layers.norm import LayerNorm
 from megazero.plan.program.operations import Backward, Forward, Op, Recompute
 from megazero.step.engine import Engine
+from tests.helpers.table import for_each
 from tests.parallel.cases import STEPS, Case, micro_batches, new_engine, train
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def test_an_arena_grows_between_steps_and_never_shrinks() -> None:
         assert len(arena.slots) == wanted and tracker.now["buffers"] == wanted * 24
 
 
-@pytest.mark.parametrize("contiguous", [True, False])
+@for_each("contiguous", [True, False])
 def test_inputs_left_by_a_failed_step_are_dropped(contiguous: bool) -> None:
     tracker = MemoryTracker()
     kept = inputs(contiguous, tracker)
@@ -214,7 +215,7 @@ def test_host_memory_is_used_again() -> None:
 # -- selective
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@for_each("recompute", ["none", "selective"])
 def test_selective_recompute_computes_the_cheap_parts_twice(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new_engine(0, ARENA._replace(recompute=recompute, md=False))
     calls, normalise, gelu = [], LayerNorm.normalise, EAGER.gelu
@@ -230,7 +231,7 @@ def test_selective_recompute_computes_the_cheap_parts_twice(recompute: str, monk
 # -- full
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "parallel"])
+@for_each("architecture", ["gpt2", "parallel"])
 def test_a_recompute_leaves_out_the_products_that_only_its_output_needs(architecture: str) -> None:
     model = replace(ARENA.model, architecture=architecture, untie_embeddings=True)
     engine, flops = new_engine(0, ARENA._replace(model=model)), {}

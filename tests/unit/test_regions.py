@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megazero.plan.layout.regions import Region, coverage_fault, regions, split
+from tests.helpers.table import for_each
 
 SHAPES = [shape for num_dims in range(4) for shape in itertools.product((1, 2, 3, 4), repeat=num_dims)] + [
     (2, 3, 2, 3),
@@ -30,7 +31,7 @@ def elements(shape: tuple[int, ...], piece: Region) -> list[int]:
     return flat[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))].flatten().tolist()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@for_each("shape", SHAPES)
 def test_a_flat_range_is_few_regions_in_flat_order(shape: tuple[int, ...]) -> None:
     for start, stop in itertools.combinations_with_replacement(range(prod(shape) + 1), 2):
         pieces = regions(shape, start, stop)
@@ -45,13 +46,13 @@ def test_the_bound_is_reached() -> None:
     assert len(regions((4, 4, 4), 1, 63)) == 5
 
 
-@pytest.mark.parametrize("bounds", [(-1, 2), (3, 2), (0, 7)])
+@for_each("bounds", [(-1, 2), (3, 2), (0, 7)])
 def test_a_range_outside_the_tensor_is_refused(bounds: tuple[int, int]) -> None:
     with pytest.raises(AssertionError):
         regions((2, 3), *bounds)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 7, 100])
+@for_each("limit", [1, 2, 3, 5, 7, 100])
 def test_split_keeps_order_and_limit(limit: int) -> None:
     for shape in SHAPES:
         whole = Region((0,) * len(shape), shape)

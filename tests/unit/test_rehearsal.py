@@ -23,6 +23,7 @@ SINGLE = World(0, 1, 0, "single")
 SMALL = "--preset c5 --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --vocab-size 101".split()
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_a_gpus_rank_is_rehearsed_without_one(tmp_path, capsys) -> None:
     """Pa+cpu with its staging buffers, on two ranks of 64: no byte differs from the estimate."""
@@ -51,6 +52,7 @@ def test_a_gpus_rank_is_rehearsed_without_one(tmp_path, capsys) -> None:
     assert "rank 63: pp 0, dp 31, cp 0, tp 1" in printed and f"{last.memory['host']:,}" in printed
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_a_rank_with_experts_holds_what_is_estimated() -> None:
     """Its router has biases, and its tokens are taken as balanced."""
@@ -61,6 +63,7 @@ def test_a_rank_with_experts_holds_what_is_estimated() -> None:
         assert found.memory == found.estimated_memory and found.traffic == found.estimated_traffic
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("asked", "rehearsed"), [("ring", "ring"), ("auto", "all-gather")])
 def test_an_exchange_of_keys_is_rehearsed_as_on_a_gpu(asked: str, rehearsed: str, capsys) -> None:
     """Its kernels take bf16, which a CPU's do not. Without speeds, auto is all-gather."""
@@ -73,6 +76,7 @@ def test_an_exchange_of_keys_is_rehearsed_as_on_a_gpu(asked: str, rehearsed: str
     assert f"cp 3 x tp 1, --cp-exchange {rehearsed}, ZeRO stage 1" in capsys.readouterr().out
 
 
+@pytest.mark.second
 def test_what_cannot_be_rehearsed_is_refused() -> None:
     config = parse(SMALL)
     refusals = [

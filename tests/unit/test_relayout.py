@@ -47,6 +47,7 @@ def question(asked: Callable[..., Command]) -> Callable[..., Question]:
     return get
 
 
+@pytest.mark.second
 def test_nodes_are_a_range() -> None:
     assert elastic_nodes("2:4") == range(2, 5) and elastic_nodes("7:7") == range(7, 8) and not elastic_nodes("")
     for wrong in ("4", "4:2", "0:3", "2:", "2:x", "1:2:3", "-1:2"):
@@ -68,6 +69,7 @@ def test_it_implies_the_choice_of_a_layout(asked: Callable[..., Command], tmp_pa
             check_values(read(words).config)
 
 
+@pytest.mark.second
 def test_each_row_is_the_choice_for_so_many_nodes(question: Callable[..., Question]) -> None:
     """Each has the given flags, and trains the whole batch."""
     ask = question("--micro-batch-size 2", per_node=2)
@@ -84,6 +86,7 @@ def test_each_row_is_the_choice_for_so_many_nodes(question: Callable[..., Questi
             ask.row({}, nodes)
 
 
+@pytest.mark.second
 def test_a_later_start_takes_its_row_without_a_search(question: Callable[..., Question], tmp_path: Path) -> None:
     """Even where it would choose another one, such as with a newer version."""
     ask = question()
@@ -105,6 +108,7 @@ def test_more_nodes_add_rows(question: Callable[..., Question], tmp_path: Path) 
     assert kept == {2: ask.choose(3), 1: question("--elastic 1:2").choose(1)}
 
 
+@pytest.mark.second
 def test_a_table_of_another_run_does_not_count(question: Callable[..., Question], tmp_path: Path) -> None:
     ask = question()
     complete(ask, 0, 1, None)
@@ -122,6 +126,7 @@ def test_a_table_of_another_run_does_not_count(question: Callable[..., Question]
         assert len(relayout.read(tmp_path, question(same).digest())) == 3
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"question": 1}', None])
 def test_a_damaged_table_is_made_anew(question: Callable[..., Question], tmp_path: Path, damage: str | None) -> None:
     ask = question()
@@ -148,6 +153,7 @@ def test_a_number_of_nodes_that_no_layout_fits_is_refused_at_the_start(question:
         complete(ask, 0, 1, None)
 
 
+@pytest.mark.second
 def test_a_start_resumes_from_what_the_run_has_saved(
     asked: Callable[..., Command], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +176,7 @@ def test_a_start_resumes_from_what_the_run_has_saved(
     assert resuming(plain) == plain
 
 
+@pytest.mark.second
 def test_the_line_of_a_start(asked: Callable[..., Command], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")

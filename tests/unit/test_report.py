@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import pytest
-
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.estimate import stage_bytes
 from megazero.price.bytes.report import partition_line, queue_line, report_rows, table
+from tests.helpers.table import for_each
 from tests.helpers.traces import trace_layers
 
 FULL = ActivationConfig("full")
@@ -90,8 +89,8 @@ WAYS = [(0, 0, False)]  # of ZeRO: stage, --zero-shard-size, gradients and weigh
 WAYS += [(zero, shards, once) for zero in (1, 2, 3) for shards in (0, 2) for once in (False, True)[: 1 + (zero > 1)]]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("zero, shards, once", WAYS)
+@for_each("precision", ["fp32", "bf16"])
+@for_each("zero, shards, once", WAYS)
 def test_formulas_come_to_the_bytes_beside_them(zero: int, shards: int, once: bool, precision: str) -> None:
     """Whoever computes a printed formula gets the printed number: dp 4, three micro-batches of five samples, tp 2."""
     every = {"zero_reduce_every": "step"} | ({"zero_gather_every": "step"} if zero == 3 else {})
@@ -130,7 +129,7 @@ def test_formulas_come_to_the_bytes_beside_them(zero: int, shards: int, once: bo
         assert abs(sent.num_bytes - wanted) < 100  # each collective's bytes are rounded down
 
 
-@pytest.mark.parametrize("backlog", [0, 1])
+@for_each("backlog", [0, 1])
 def test_a_queue_of_weight_gradients_is_reported_and_with_full_recompute_warned_of(backlog: int) -> None:
     """Per block and micro-batch: inputs and output gradients of four products, 16 b s h at f = 4h, and 13 h of vectors.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from megazero.log import log, log_as
+from tests.helpers.table import for_each
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +19,7 @@ def alone_again() -> Iterator[None]:
     log_as(0, 1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rank", "world_size", "out", "err"),
     [
         (0, 1, ["100 % done"], ["WARNING: slow", "broken"]),

@@ -36,6 +36,7 @@ from megazero.run.resume import check_data, find_checkpoint, takes_memory
 from megazero.run.run_state import RunState, is_hugging_face
 from megazero.run.stopping import stopped_words
 from megazero.zero.shards import LocalShard
+from tests.helpers.table import for_each
 
 STATE = RunState(1, 8, 1, None, asdict(ModelConfig()), {}, {}, run="ours")
 
@@ -546,7 +547,7 @@ def test_folders_that_cannot_be_written_are_refused_at_the_start(tmp_path: Path)
 # -- the state
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "words"),
     [
         ({"iteration": -1}, r"`int` >= 0 - at `\$.iteration`"),

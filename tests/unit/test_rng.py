@@ -17,6 +17,7 @@ from megazero.model.stage import declare
 from megazero.plan.layout.layers import stage_units
 from megazero.plan.layout.parameters import ParamSpec
 from megazero.plan.layout.topology import Layout
+from tests.helpers.table import for_each
 
 SEED = 1234
 # The table is longer than a block, and 1009 rows are prime: no cut falls on one.
@@ -46,8 +47,8 @@ def test_any_range_of_a_block_is_part_of_the_whole() -> None:
 # -- initial values
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4, 8, 24])
-@pytest.mark.parametrize("spec", [*SPECS, TALL], ids=lambda spec: spec.name)
+@for_each("tp", [2, 3, 4, 8, 24])
+@for_each("spec", [*SPECS, TALL])
 def test_a_rank_draws_its_part_of_the_global_tensor(spec: ParamSpec, tp: int) -> None:
     whole = drawn(spec)
     parts = [drawn(spec, tp, rank) for rank in range(tp)]
@@ -57,7 +58,7 @@ def test_a_rank_draws_its_part_of_the_global_tensor(spec: ParamSpec, tp: int) ->
         assert torch.equal(torch.cat(parts, spec.sharded[0][0]), whole)
 
 
-@pytest.mark.parametrize("shape", [(6, 10, 48), (6, 5, 3 * BLOCK)])
+@for_each("shape", [(6, 10, 48), (6, 5, 3 * BLOCK)])
 def test_a_rank_draws_its_part_of_what_two_axes_shard(shape: tuple[int, ...]) -> None:
     """Experts over ep, and their columns over tp: rows of the last dim, narrow and wide."""
     spec = ParamSpec("experts", shape, ((0, "ep"), (2, "tp")), True, std=0.5, mean=2.0)
@@ -169,7 +170,7 @@ PART_OF_SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize("rows", PART_OF_SAMPLE, ids=str)
+@for_each("rows", PART_OF_SAMPLE)
 def test_any_rows_are_part_of_the_whole(rows: tuple[Rows, ...]) -> None:
     samples = {sample: mask(DROPOUT, whole(50, sample), 31) for sample in (4, 9)}
     expected = torch.cat([samples[r.sample][r.first : r.first + r.count] for r in rows])
@@ -180,7 +181,7 @@ def test_a_row_does_not_depend_on_its_length() -> None:
     assert torch.equal(mask(DROPOUT, whole(9, 2), 100)[:, :37], mask(DROPOUT, whole(9, 2), 37))
 
 
-@pytest.mark.parametrize("columns", [257, CORE_ELEMENTS // 4, 2 * CORE_ELEMENTS])
+@for_each("columns", [257, CORE_ELEMENTS // 4, 2 * CORE_ELEMENTS])
 def test_chunks_do_not_show(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several, the last of them shorter; rows longer than a chunk."""
     rows = (Rows(0, 3, 2 + CORE_ELEMENTS // columns), Rows(1, 0, 2 + CORE_ELEMENTS // columns))
@@ -198,7 +199,7 @@ def test_a_sample_has_its_mask_in_any_micro_batch() -> None:
     assert not torch.equal(together[0], together[1])
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@for_each("tp", [2, 3])
 def test_a_head_has_its_mask_on_any_rank(tp: int) -> None:
     s, each = 9, 6 // tp
     together = DROPOUT(torch.ones(2, 6, s, s), whole(6 * s, 3, 8))
@@ -210,8 +211,8 @@ def test_a_head_has_its_mask_on_any_rank(tp: int) -> None:
     assert all(not torch.equal(together[:, a], together[:, b]) for a, b in itertools.combinations(range(6), 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("heads", [False, True])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@for_each("heads", [False, True])
 def test_backward_uses_the_mask_of_forward(dtype: torch.dtype, heads: bool) -> None:
     shape = (2, 3, 7, 7) if heads else (2, 7, 6)
     rows = (Rows(5, 21, 21), Rows(9, 21, 21)) if heads else (Rows(5, 0, 6), Rows(9, 0, 6))
@@ -234,14 +235,14 @@ def test_no_mask_is_kept_for_backward() -> None:
     assert not saved
 
 
-@pytest.mark.parametrize("heads", [1, 4])
+@for_each("heads", [1, 4])
 def test_what_is_not_a_number_stays_so(heads: int) -> None:
     """Dropout hides no overflow, as x * mask does not."""
     x = torch.full((1, heads, 5, 8), math.nan)
     assert DROPOUT(x, whole(5 * heads, 0)).isnan().all()
 
 
-@pytest.mark.parametrize("probability", [1e-3, 0.1, 0.5, 0.9])
+@for_each("probability", [1e-3, 0.1, 0.5, 0.9])
 def test_it_keeps_as_many_as_it_says(probability: float) -> None:
     """In all, in each row and in each column; the spread over rows and over columns is that of independent draws."""
     x = kept(Dropout(probability, SEED, 0, "mlp"))
@@ -269,7 +270,7 @@ def test_every_sample_keeps_as_many() -> None:
     assert abs(float(rate.square().mean()) - 1) < 4 * math.sqrt(2 / 1000)
 
 
-@pytest.mark.parametrize("probability", [0.1, 0.5])
+@for_each("probability", [0.1, 0.5])
 def test_neighbours_know_nothing_of_each_other(probability: float) -> None:
     """Along columns, along rows, and aslant."""
     x = kept(Dropout(probability, SEED, 3, "mlp"))
@@ -281,7 +282,7 @@ def test_neighbours_know_nothing_of_each_other(probability: float) -> None:
             assert abs(deviations(a * b)) < 4, (row, -column)
 
 
-@pytest.mark.parametrize("axis", ["eight columns", "eight rows", "two rows of four columns"])
+@for_each("axis", ["eight columns", "eight rows", "two rows of four columns"])
 def test_every_pattern_is_as_frequent(axis: str) -> None:
     """Chi squared over the 256 patterns of eight neighbours: no relation between two, three, ... of them."""
     rows, columns = {"eight columns": (1, 8), "eight rows": (8, 1), "two rows of four columns": (2, 4)}[axis]
@@ -303,7 +304,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@for_each("name", OTHERS)
 def test_every_coordinate_gives_another_mask(name: str) -> None:
     """Unrelated to the first, also where one is moved by a row or a column."""
     x, y = kept(DROPOUT), kept(*OTHERS[name])
@@ -339,7 +340,7 @@ def test_the_masks_are_those_of_yesterday_and_of_any_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_gpu_makes_the_same_masks(dtype: torch.dtype) -> None:
     rows = (Rows(3, 5, 300), Rows(4, 0, 212))
     x = torch.randn(512, 1000).to(dtype)
@@ -352,7 +353,7 @@ def test_without_dropout_nothing_happens() -> None:
     assert DROPOUT(x, None) is x  # evaluation
 
 
-@pytest.mark.parametrize("rows", [(), whole(3, 0), whole(4, 0, 1), (Rows(0, -1, 3), Rows(1, 0, 3))], ids=str)
+@for_each("rows", [(), whole(3, 0), whole(4, 0, 1), (Rows(0, -1, 3), Rows(1, 0, 3))])
 def test_every_row_needs_a_number(rows: tuple[Rows, ...]) -> None:
     with pytest.raises(AssertionError):
         DROPOUT(torch.ones(2, 3, 4), rows)

@@ -23,6 +23,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.step.engine import Engine
 from tests import reference
+from tests.helpers.table import for_each
 from tests.parallel.cases import MicroBatch
 
 CPU = torch.device("cpu")
@@ -43,8 +44,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("percent", [1.0, 0.75])
-@pytest.mark.parametrize("case", PARAMETERS)
+@for_each("percent", [1.0, 0.75])
+@for_each("case", PARAMETERS)
 def test_frequencies_are_those_of_transformers(case: str, percent: float) -> None:
     """At d = 128 and 96, which have wavelengths that are kept, scaled, and between the two."""
     from transformers import GPTNeoXConfig
@@ -79,8 +80,8 @@ def check_kernel(rotary: Rotary, x: torch.Tensor, wanted: torch.Tensor, model: M
     assert (found - wanted).abs().max() < 1e-14 * 8
 
 
-@pytest.mark.parametrize("case", [case for case in PARAMETERS if case != "odd factor"])
-@pytest.mark.parametrize("percent", [1.0, 0.25])
+@for_each("case", [case for case in PARAMETERS if case != "odd factor"])
+@for_each("percent", [1.0, 0.25])
 def test_a_part_of_a_head_is_rotated_as_in_gpt_neox(case: str, percent: float) -> None:
     from transformers import GPTNeoXConfig
     from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding, apply_rotary_pos_emb
@@ -114,13 +115,12 @@ def test_layers_with_a_window_have_a_base_of_their_own_and_no_scaling() -> None:
     assert Rotary.of(model, 1) == Rotary(8, 1e4, 4.0, "linear", interleaved=True)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [
         {"architecture": "parallel", "rotary_percent": 0.65, "rotary_interleaved": True, "qk_layernorm": True},
         {"rope_scaling_factor": 4.0, "rope_scaling_type": "yarn", "rope_trained_length": 256, "layer_pattern": "GN"},
     ],
-    ids=str,
 )
 def test_a_cache_computes_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token with a cache, two sequences of different lengths: the logits of plain PyTorch over whole ones."""
@@ -149,7 +149,7 @@ def test_a_cache_computes_the_same(options: dict[str, Any], monkeypatch: pytest.
         new = [NewTokens(row[end : end + 1].tolist(), end) for row, end in zip(ids, ends, strict=True)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "options"),
     [
         ({"rope_type": "default", "rope_theta": 1e4}, {}),
@@ -183,7 +183,7 @@ def test_a_factor_of_one_is_no_scaling() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "words"),
     [
         (
@@ -207,7 +207,6 @@ def test_a_factor_of_one_is_no_scaling() -> None:
             "'factor': 2.0.* in rope_parameters; this version computes layers with a window with another rope_theta",
         ),
     ],
-    ids=str,
 )
 def test_other_rope_parameters_are_refused(given: dict[str, Any], words: str) -> None:
     whole = given if "full_attention" in given else {"rope_type": "default", "rope_theta": 1e4} | given
@@ -215,7 +214,7 @@ def test_other_rope_parameters_are_refused(given: dict[str, Any], words: str) ->
         rotary_options(whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.bfloat16, torch.float16])
 def test_angles_of_far_positions_are_not_rounded_to_the_precision(dtype: torch.dtype) -> None:
     """bf16 holds no odd number above 256, fp16 none above 2,048: only cos and sin are rounded."""
     length, dim, base = 6000, 4, 500.0

@@ -19,6 +19,7 @@ from megazero.observe.report.chart import BOTTOM, LEFT, RIGHT, TOP, Line, heat_m
 from megazero.observe.report.page import write_report
 from megazero.observe.report.runs import Curve, axis_values, curve, read_run, short, smooth, thin
 from scripts.plot_metrics import dashes, plot, twins
+from tests.helpers.table import for_each
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "br", "hr", "link", "img"}
@@ -143,6 +144,7 @@ def test_a_report_says_what_the_folder_holds(tmp_path: Path) -> None:
     assert len(text) < 200_000
 
 
+@pytest.mark.second
 def test_a_folder_of_an_older_version_has_a_report(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "old", [record(1)])
     _, page = report_of(folder)
@@ -150,11 +152,13 @@ def test_a_folder_of_an_older_version_has_a_report(tmp_path: Path) -> None:
     assert "Layout" not in page.text and "Configuration" not in page.text
 
 
-@pytest.mark.parametrize("event", [{}, {"event": "start"}, START | {"layout": {"pp": 2}}], ids=str)
+@pytest.mark.second
+@for_each("event", [{}, {"event": "start"}, START | {"layout": {"pp": 2}}])
 def test_an_event_may_lack_keys(event: dict[str, Any], tmp_path: Path) -> None:
     report_of(write_run(tmp_path / "run", [record(1), record(2, loss=None, memory_bytes=None)], [event]))
 
 
+@pytest.mark.second
 def test_a_report_of_many_iterations_is_small(tmp_path: Path) -> None:
     draw = random.Random(0)
     records = [record(i, loss=draw.random(), grad_norm=draw.random(), lr=draw.random()) for i in range(1, 5001)]
@@ -162,6 +166,7 @@ def test_a_report_of_many_iterations_is_small(tmp_path: Path) -> None:
     assert len(text) < 150_000
 
 
+@pytest.mark.second
 def test_a_long_file_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every third iteration, and each with a validation or experts' choices; hours and tokens are those of all."""
     records = [record(i) | ({"validation_loss": 1.0} if i == 100 else {}) for i in range(1, 301)]
@@ -179,6 +184,7 @@ def test_a_long_file_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # -- curves
 
 
+@pytest.mark.second
 def test_smoothing_is_the_mean_of_the_last_values() -> None:
     found = Curve(np.arange(5.0), np.array([1.0, 2.0, 6.0, 4.0, 5.0]))
     assert list(smooth(found, 3).y) == [1.0, 1.5, 3.0, 4.0, 5.0]
@@ -187,6 +193,7 @@ def test_smoothing_is_the_mean_of_the_last_values() -> None:
     assert len(smooth(Curve(np.array([]), np.array([])), 3).y) == 0
 
 
+@pytest.mark.second
 def test_thinning_keeps_the_ends_and_the_spikes() -> None:
     y = np.zeros(10_000)
     y[4321], y[77] = 5.0, -5.0
@@ -194,6 +201,7 @@ def test_thinning_keeps_the_ends_and_the_spikes() -> None:
     assert len(found.x) <= 102 and {0, 77, 4321, 9999} <= set(found.x) and list(found.x) == sorted(found.x)
 
 
+@pytest.mark.second
 def test_equal_curves_are_found_and_dashed_in_turn() -> None:
     x, y = np.arange(1.0, 9.0), np.linspace(5, 3, 8)
     curves = [Curve(x, y), Curve(x, y * 1.1), Curve(x[4:], y[4:]), Curve(x, y * (1 + 1e-7)), Curve(x + 100, y)]
@@ -203,24 +211,28 @@ def test_equal_curves_are_found_and_dashed_in_turn() -> None:
     assert dashes(found) == [(0, 3), (0, 1), (1, 3), (2, 3), (0, 1)]
 
 
-@pytest.mark.parametrize("low, high", [(0, 1), (2.31, 2.33), (-5, 1e6), (0.0, 3e-4), (1e-9, 2e-9)])
+@pytest.mark.second
+@for_each("low, high", [(0, 1), (2.31, 2.33), (-5, 1e6), (0.0, 3e-4), (1e-9, 2e-9)])
 def test_ticks_are_round_and_within(low: float, high: float) -> None:
     found = ticks(low, high)
     assert 2 <= len(found) <= 7 and low - 1e-6 * (high - low) <= found[0] and found[-1] <= high + 1e-6 * (high - low)
     assert all(float(f"{tick:.4g}") == pytest.approx(tick, abs=1e-9 * high) for tick in found)
 
 
+@pytest.mark.second
 def test_log_ticks() -> None:
     assert log_ticks(0.5, 2000) == [1.0, 10.0, 100.0, 1000.0]
     assert log_ticks(2.6, 14) == pytest.approx([3, 4, 5, 6, 8, 10]) and log_ticks(0.9, 11) == [1, 2, 5, 10]
 
 
+@pytest.mark.second
 def test_short() -> None:
     assert [short(v) for v in (0, 0.25, 999, 1500, -2e6, 3e9)] == ["0", "0.25", "999", "1.5 k", "-2 M", "3 G"]
 
 
-@pytest.mark.parametrize("y", [[3.0], [3.0, 3.0], [0.0, 0.0], [-1.0, 4.0], [1e-30, 1e30]])
-@pytest.mark.parametrize("options", [{}, {"log": True}, {"from_zero": True}])
+@pytest.mark.second
+@for_each("y", [[3.0], [3.0, 3.0], [0.0, 0.0], [-1.0, 4.0], [1e-30, 1e30]])
+@for_each("options", [{}, {"log": True}, {"from_zero": True}])
 def test_a_chart_is_within_its_frame(y: list[float], options: dict[str, bool]) -> None:
     chart = line_chart([Line("a", Curve(np.arange(len(y)) + 1.0, np.array(y)), 0)], "t", **options)
     assert chart is not None
@@ -231,6 +243,7 @@ def test_a_chart_is_within_its_frame(y: list[float], options: dict[str, bool]) -
     assert all(TOP <= place <= BOTTOM for place, _ in chart.y_ticks)
 
 
+@pytest.mark.second
 def test_a_chart_without_points_is_left_out() -> None:
     assert line_chart([Line("a", Curve(np.array([]), np.array([])), 0)], "t") is None
 
@@ -254,6 +267,7 @@ def cells(page: str) -> list[list[tuple[int, float, float, float, float]]]:
     return found
 
 
+@pytest.mark.second
 def test_a_report_of_experts_draws_loads_by_layer_over_the_iterations_and_by_expert(tmp_path: Path) -> None:
     """Layer 3 is balanced from iteration 5 on, of 10. Of four experts of layer 1 one is idle, another is chosen 2.4 x
     the mean."""
@@ -279,6 +293,7 @@ def test_a_report_of_experts_draws_loads_by_layer_over_the_iterations_and_by_exp
     assert "0.1 to 0.5" not in page.text
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_a_large_heat_map_keeps_the_largest_of_what_it_joins(tmp_path: Path) -> None:
     """94 layers of 256 experts over 5,000 iterations, of which one has an idle layer's peak."""
@@ -297,6 +312,7 @@ def test_a_large_heat_map_keeps_the_largest_of_what_it_joins(tmp_path: Path) -> 
     assert drawn is not None and [text for _, text, _ in drawn.bands] == ["from 5"]  # each cell joins 93 loads
 
 
+@pytest.mark.second
 def test_unknown_loads_are_not_drawn() -> None:
     assert heat_map("t", "x", [], np.empty((0, 0)), (0, 0)) is None
     assert heat_map("t", "x", ["a"], np.full((1, 3), np.nan), (0, 2)) is None
@@ -315,6 +331,7 @@ def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.second
 def test_runs_are_compared(tmp_path: Path) -> None:
     """Two equal runs and another; the values are read back from the SVG's text."""
     records = [record(i) for i in range(1, 400)]
@@ -340,6 +357,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert drawn.count("stroke-dasharray") >= 2
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_bad_arguments_are_a_sentence(tmp_path: Path) -> None:
     empty = write_run(tmp_path / "empty", [])
@@ -353,6 +371,7 @@ def test_bad_arguments_are_a_sentence(tmp_path: Path) -> None:
         assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+@pytest.mark.second
 def test_the_report_needs_no_heavy_library() -> None:
     code = (
         "import sys, megazero.observe.report.page; print(sorted({'torch', 'matplotlib', 'scipy'} & set(sys.modules)))"

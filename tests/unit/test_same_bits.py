@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import math
 
-import pytest
-
 from megazero.config.cli import read
+from tests.helpers.table import for_each
 from tests.same_bits import LAYOUTS, MODEL, RUN, TRAINING, Trees, differences
 
 BEFORE: Trees = {
@@ -24,7 +23,7 @@ def test_equal_trees_do_not_differ() -> None:
     assert differences(BEFORE, copy.deepcopy(BEFORE)) == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("quantity", "changed", "complaint"),
     [
         ("loss", [4.5, math.nextafter(4.25, 5), math.nan], "loss 2: 4.25 before"),

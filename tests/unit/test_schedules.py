@@ -35,6 +35,7 @@ from megazero.plan.schedule.schedules import (
 )
 from megazero.price.time.simulate import Timing, simulate
 from scripts.draw_schedule import plain_pipeline, thirds
+from tests.helpers.table import for_each
 
 F, B, IN, W = Pass
 KINDS = [*SCHEDULES, EVALUATION]
@@ -42,7 +43,7 @@ KINDS = [*SCHEDULES, EVALUATION]
 
 # Those of the default suite: all take half a minute.
 FEW_RANKS, FEW_MICRO_BATCHES = (1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 8, 9, 16)
-KINDS_AND_GRIDS = [pytest.param(k, g, marks=[pytest.mark.slow] * g) for k in KINDS for g in (False, True)]
+EVERYTHING = pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
 def pipelines(kind: str, everything: bool = False) -> Iterator[tuple[int, int, int]]:
@@ -62,7 +63,8 @@ def orders(kind: str, p: int, m: int, v: int, backlog: int | None = None) -> lis
     return [order_of(kind, Pipeline(rank, p, m, v, backlog, is_v_shaped(kind))) for rank in range(p)]
 
 
-@pytest.mark.parametrize(("kind", "everything"), KINDS_AND_GRIDS)
+@EVERYTHING
+@for_each("kind", KINDS)
 def test_every_chunk_of_every_micro_batch_runs_once_and_forward_first(kind: str, everything: bool) -> None:
     for p, m, v in pipelines(kind, everything):
         for order in orders(kind, p, m, v):
@@ -79,7 +81,8 @@ def test_every_chunk_of_every_micro_batch_runs_once_and_forward_first(kind: str,
                     assert at[(IN, i, c)] < at[(W, i, c)]
 
 
-@pytest.mark.parametrize(("kind", "everything"), KINDS_AND_GRIDS)
+@EVERYTHING
+@for_each("kind", KINDS)
 def test_no_deadlock_bubbles_as_known_and_transfers_pair_up(kind: str, everything: bool) -> None:
     """The programs run to their end in the simulator, and both ends of every link agree on the order of messages."""
     for p, m, v in pipelines(kind, everything):
@@ -170,7 +173,10 @@ def test_a_v_holds_as_much_on_every_rank_as_1f1b_on_the_first() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("costs", [Costs(1, 1.3, 0.7), Costs(1, 2, 1), Costs(1, 2.2, 0.8)], ids=str)
+@pytest.mark.parametrize(
+    "costs",
+    [Costs(1, 1.3, 0.7), *(pytest.param(c, marks=pytest.mark.second) for c in (Costs(1, 2, 1), Costs(1, 2.2, 0.8)))],
+)
 def test_a_v_fits_its_order_to_the_costs_of_passes(costs: Costs) -> None:
     """It is faster than ZB-H1, and, unless recompute makes input gradients as long as all else, than interleaved."""
 

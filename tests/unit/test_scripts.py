@@ -7,9 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from megazero.config.cli import parse
+from tests.helpers.table import for_each
 from tests.unit.test_presets import PAPER, SHAPES, TODAY
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +27,7 @@ def test_every_run_of_many_gpus_has_a_script() -> None:
     assert len(ONE_MACHINE) == 4
 
 
-@pytest.mark.parametrize("path", SLURM, ids=lambda path: path.stem)
+@for_each("path", SLURM)
 def test_a_slurm_script_asks_for_the_ranks_of_its_preset(path: Path) -> None:
     """The flags that it adds are parsed, and handed to pretrain.sbatch with the user's behind them."""
     text = path.read_text()
@@ -43,7 +42,7 @@ def test_a_slurm_script_asks_for_the_ranks_of_its_preset(path: Path) -> None:
     assert done.returncode == 2 and "not inside a SLURM job" in done.stderr
 
 
-@pytest.mark.parametrize("path", ONE_MACHINE, ids=lambda path: path.stem)
+@for_each("path", ONE_MACHINE)
 def test_a_script_for_one_machine_prints_its_command_and_runs_it(path: Path, tmp_path: Path) -> None:
     """The interpreter is a stand-in that prints its arguments and its limit of open files."""
     python = tmp_path / "python"

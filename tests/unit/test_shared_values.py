@@ -39,6 +39,7 @@ from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.sizes import NUMBER
 from megazero.price.trace.trace import trace_block
 from megazero.step.engine import Engine
+from tests.helpers.table import for_each
 from tests.parallel.cases import Case
 
 # -- initial values, by the papers. GPT-2: std 0.02; on the residual path over sqrt(2 layers), "a modified
@@ -94,7 +95,7 @@ def model_of(architecture: str) -> ModelConfig:
     return replace(model, untie_embeddings=True, num_query_groups=2, add_qkv_bias=True)
 
 
-@pytest.mark.parametrize("architecture", DRAWN)
+@for_each("architecture", DRAWN)
 def test_initial_values_are_those_of_the_papers(architecture: str) -> None:
     """Means and standard deviations as declared, and those of the weights of an engine of one rank."""
     model = model_of(architecture)
@@ -120,7 +121,7 @@ def test_initial_values_are_those_of_the_papers(architecture: str) -> None:
             assert deviation == pytest.approx(std, abs=error), name
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@for_each("tp", [2, 4])
 def test_initial_values_do_not_depend_on_tensor_parallelism(tp: int) -> None:
     for architecture in DRAWN:
         for specs, alone in zip(
@@ -134,7 +135,7 @@ def test_initial_values_do_not_depend_on_tensor_parallelism(tp: int) -> None:
 # -- the plan of memory
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("stage", "every", "micro_batches", "wanted"),
     [
         # (unsharded, sharded): of stage 0 the whole sum lives until the update
@@ -167,7 +168,7 @@ def test_gradients_that_outlive_a_backward_are_persistent(
     assert engine.tracker.now["gradients"] == 4 * numel
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("bucket", "sizes", "shards", "overlap", "wanted"),
     [
         # (columns, slots, packs, row, packed): a bucket holds shards x columns elements, columns a multiple of 64
@@ -266,7 +267,7 @@ def test_micro_batches_of_a_step() -> None:
 # -- the plan of computation
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("recompute", "input_gradient"),
     [
         ("none", 1.2),  # (24 h^2 + 2 x 4 s h) / (24 h^2 + 4 s h), with h = 8 and s = 12: (1536 + 768) / 1920
@@ -291,7 +292,7 @@ def test_costs_of_a_blocks_passes(recompute: str, input_gradient: float) -> None
     assert set(ends.blocks) == {1.0}
 
 
-@pytest.mark.parametrize(("tp", "summed"), [(1, 0), (2, 0), (4, 2 * 2 * 8 * 64 + 2 * 2 * 8)])
+@for_each(("tp", "summed"), [(1, 0), (2, 0), (4, 2 * 2 * 8 * 64 + 2 * 2 * 8)])
 def test_gradients_that_are_summed_over_tp(tp: int, summed: int) -> None:
     """Two groups of keys and values on four ranks: a summand of their weight and bias on each."""
     specs = declare(model_of("llama"), tp).kinds["blocks.0"].params

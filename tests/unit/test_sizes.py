@@ -7,7 +7,6 @@ import itertools
 from collections import Counter
 from pathlib import Path
 
-import pytest
 import torch
 
 from megazero.comm.mesh.pretend import pretend_mesh
@@ -38,6 +37,7 @@ from megazero.plan.program.operations import (
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.plan.sizes import LayerSizes, Moved, StepSizes, least_held
 from megazero.price.bytes.estimate import estimate, stage_bytes, stage_moments
+from tests.helpers.table import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
@@ -95,7 +95,7 @@ def test_traffic_inside_a_layer_is_counted_by_axis() -> None:
     assert sizes.traffic(Backward("blocks.0", 0)) == ()
 
 
-@pytest.mark.parametrize("stage", range(4))
+@for_each("stage", range(4))
 def test_states_are_shares_of_the_elements(stage: int) -> None:
     """Parameters 2, optimizer 12, gradients 4 bytes an element; over four ranks from stages 3, 1, 1 on."""
     config, layout = resolve(parse(f"{FLAGS} --zero-stage {stage}".split()), 16, 0, declare)
@@ -107,7 +107,7 @@ def test_states_are_shares_of_the_elements(stage: int) -> None:
     assert states.at_rest(64) == {"parameters": 2 * 64 // ranks[0], "optimizer": 12 * 64 // ranks[1]}
 
 
-@pytest.mark.parametrize("stage", range(4))
+@for_each("stage", range(4))
 def test_states_in_host_memory_are_a_share_of_the_elements(stage: int) -> None:
     """Masters, moments and a buffer of three quarters; gradients that are whole stay on the device."""
     flags = f"{FLAGS} --zero-stage {stage} --optimizer-cpu-offload --optimizer-offload-fraction 0.75"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from megazero.config.optimizers import State
@@ -12,6 +11,7 @@ from megazero.optim.small import SplitMaster, kept
 from megazero.plan.layout.flat_layout import Range
 from megazero.plan.layout.parameters import ParamSpec
 from tests.helpers import small
+from tests.helpers.table import for_each
 
 CPU = torch.device("cpu")
 
@@ -34,9 +34,9 @@ def draw_bits(count: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 1 << 16, (count,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
-@pytest.mark.parametrize(("form", "positive"), [("bf16", False), ("bf16", True), ("int8", False), ("int8", True)])
+@for_each("dtype", [torch.float32, torch.float64])
+@for_each("scale", [1.0, 1e-30, 1e30])
+@for_each(("form", "positive"), [("bf16", False), ("bf16", True), ("int8", False), ("int8", True)])
 def test_numbers_are_rounded_as_by_numpy(form: str, positive: bool, scale: float, dtype: torch.dtype) -> None:
     """The numbers are equal to the bit. Rounded again, with any bits, they stay."""
     x, wanted = numbers(positive, scale).to(dtype), None
@@ -56,7 +56,7 @@ def test_numbers_are_rounded_as_by_numpy(form: str, positive: bool, scale: float
     assert state.nbytes == len(x) * (2 if form == "bf16" else 1) + (len(x) // small.BLOCK) * (form == "int8")
 
 
-@pytest.mark.parametrize(("form", "positive"), [("bf16", False), ("int8", False), ("int8", True)])
+@for_each(("form", "positive"), [("bf16", False), ("int8", False), ("int8", True)])
 def test_numbers_are_right_on_average(form: str, positive: bool) -> None:
     """Unbiased: the mean of n roundings is within 5 standard errors, each at most half a step of 1/16 or 1/8."""
     x, n = numbers(positive, 1.0), 400
@@ -124,8 +124,8 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("tp", [1, 2, 3])
+@for_each("spec", SPECS)
+@for_each("tp", [1, 2, 3])
 def test_bits_follow_coordinates(spec: ParamSpec, tp: int) -> None:
     """Every rank's are a part of the whole tensor's, also if they begin inside a row, behind another weight."""
     whole = torch.from_numpy(small.random_bits(7, spec.name, 3, spec.active).view(np.int32)).view(spec.shape)

@@ -17,6 +17,7 @@ from megazero.plan.layout.topology import Layout
 from megazero.plan.schedule.schedules import placement
 from megazero.plan.schedule.split import LayerCosts, even_split, rank_costs, split_by_cost
 from megazero.price.bytes.report import split_line, table
+from tests.helpers.table import for_each
 
 SMALL = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024, vocab_size=50257)
 
@@ -27,9 +28,9 @@ def splits(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, layers)))
 
 
-@pytest.mark.parametrize("head", [0.0, 0.17, 0.9, 2.5, 6.0])
-@pytest.mark.parametrize("v_shaped", [False, True])
-@pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
+@for_each("head", [0.0, 0.17, 0.9, 2.5, 6.0])
+@for_each("v_shaped", [False, True])
+@for_each(("pp", "chunks"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
 def test_no_split_has_a_faster_busiest_rank(pp: int, chunks: int, v_shaped: bool, head: float) -> None:
     """All splits are tried; the even one may be 1 % slower."""
     place = placement(pp, chunks, v_shaped)
@@ -43,8 +44,8 @@ def test_no_split_has_a_faster_busiest_rank(pp: int, chunks: int, v_shaped: bool
             assert found == even_split(layers, pp * chunks)
 
 
-@pytest.mark.parametrize("costs", [(0.5, 1.5) * 8, (1.75,) * 4 + (0.75,) * 12, (0.5,) * 12 + (2.5,) * 4])
-@pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (3, 1), (2, 2)])
+@for_each("costs", [(0.5, 1.5) * 8, (1.75,) * 4 + (0.75,) * 12, (0.5,) * 12 + (2.5,) * 4])
+@for_each(("pp", "chunks"), [(2, 1), (4, 1), (3, 1), (2, 2)])
 def test_blocks_that_differ_are_split_by_their_sums(pp: int, chunks: int, costs: tuple[float, ...]) -> None:
     """The busiest rank is at most a block of the costliest kind slower than by the best of all splits."""
     cost, place = LayerCosts(0.01, costs, 0.9), placement(pp, chunks, False)
@@ -91,7 +92,7 @@ def test_a_layout_has_the_split_by_cost_or_as_given() -> None:
     assert [virtual.layers(7, rank) for rank in range(2)] == [[0, 5, 6], [1, 2, 3, 4]]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("split", "message"),
     [
         ("4,4,4", r"--pipeline-split 4,4,4 has 3 .* --pipeline-model-parallel-size 4 makes 4; .* such as 3,3,3,3"),

@@ -11,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megazero.kernels.gradient import gradient
 from tests.helpers.programs import ROOT
+from tests.helpers.table import for_each
 
 HEAVY = "datasets jinja2 matplotlib pandas rich scipy sentencepiece sympy tokenizers transformers triton wandb".split()
 FLAGS = (
@@ -19,6 +20,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_a_start_imports_no_heavy_modules() -> None:
     """A step of training needs none of them; `torch` itself imports parts of some others."""
@@ -34,8 +36,8 @@ print(sorted(set({HEAVY}) & set(sys.modules)), "torch._dynamo" in sys.modules, g
     assert "iteration 2/2" in done.stdout
 
 
-@pytest.mark.parametrize("private", [True, False])
-@pytest.mark.parametrize("edge", [True, False])
+@for_each("private", [True, False])
+@for_each("edge", [True, False])
 def test_gradients_are_those_of_torch(private: bool, edge: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without torch's private function, from a tensor or from its place in the graph."""
     if not private:

@@ -17,6 +17,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from megazero.price.bytes.estimate import stage_bytes
 from megazero.units import size
+from tests.helpers.table import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 LARGE = (
@@ -63,7 +64,8 @@ MIXTRAL = (  # of Mixtral 8x7B
 )
 
 
-@pytest.mark.parametrize(
+@pytest.mark.second
+@for_each(
     ("more", "said"),
     [
         ("", "8 in each of 32 layers, 2 active per token: 46.7 B parameters, 12.9 B active per token"),
@@ -84,7 +86,7 @@ def test_experts_are_counted_and_parameters_that_are_active(
     assert f"experts: {said}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("batch", "world", "said"),
     [
         (8, 3, "8 samples (3 ranks x 3 x micro-batch 1, 1 of 9 samples padding) of"),
@@ -120,7 +122,7 @@ def test_memory_is_that_of_the_fullest_rank_beside_what_there_is() -> None:
     assert words in " ".join(" ".join(shown(flags, 2)).split())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("layout", "wanted"),
     [
         (Layout(), []),
@@ -146,7 +148,6 @@ def test_memory_is_that_of_the_fullest_rank_beside_what_there_is() -> None:
             ],
         ),
     ],
-    ids=str,
 )
 def test_the_drawing_says_which_ranks_hold_what(layout: Layout, wanted: list[str]) -> None:
     config = parse(["--num-layers", "8", "--zero-stage", "2"])

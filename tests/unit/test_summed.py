@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from megazero.plan.layout.resolve import resolve
 from megazero.plan.program.rank_spec import PlannedLayer
 from megazero.price.trace.trace import trace
 from tests.helpers.rows import ROWS, known, known_row, options_of, parse_as
+from tests.helpers.table import for_each
 
 SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 8 --vocab-size 99 --micro-batch-size 2"
 LAYOUTS = ["", "--sequence-parallel", "--recompute selective", "--hidden-dropout 0.1 --attention-dropout 0.1"]
@@ -36,23 +38,35 @@ def trace_kinds(config: Config, device_type: str, replicas: int = 1) -> None:
             trace(config, layout, layer, {}, device_type, at_once)
 
 
-def cases() -> Iterator[object]:
-    """Yield every row, layout and device. By default, every row is split with and without --sequence-parallel, once on
-    each device; every layout is on both, with several rows."""
+def cases(ring: str) -> Iterator[tuple[str, str, str]]:
+    """Yield every row, layout and device once, in one of three rings.
+
+    By default, every row is split over tp, with or without --sequence-parallel. In the second ring every row is split
+    in both ways, once on each device, and every layout is on both devices, with several rows.
+    """
     for row, (at, layout), device in itertools.product(range(len(ROWS)), enumerate(LAYOUTS), range(2)):
         near = (row + at) % 2 == device and (at < 2 or row % 5 == at)
-        yield pytest.param([*ROWS][row], layout, ("cpu", "cuda")[device], marks=() if near else pytest.mark.slow)
+        if ring == ("slow" if not near else "default" if at == row // 2 % 2 else "second"):
+            yield [*ROWS][row], layout, ("cpu", "cuda")[device]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("architecture", "layout", "device_type"), list(cases()))
-def test_every_weight_is_declared_as_it_is_used(architecture: str, layout: str, device_type: str) -> None:
+def check_row(architecture: str, layout: str, device_type: str, several: bool) -> None:
+    """`several`: also without tensor parallelism, where all declarations are right."""
     with known_row(architecture):
         for options in options_of(architecture):
-            for tp in (1, 2):
+            for tp in (2, 1) if several else (2,):
                 if tp > 1 or "--sequence-parallel" not in layout:
                     line = f"{SIZES} {options} {layout} --tensor-model-parallel-size {tp}"
                     trace_kinds(parse_as(architecture, line), device_type)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "ring", ["default", *(pytest.param(ring, marks=getattr(pytest.mark, ring)) for ring in ("second", "slow"))]
+)
+def test_every_weight_is_declared_as_it_is_used(ring: str) -> None:
+    check = functools.partial(check_row, several=ring != "default")
+    for_each(("architecture", "layout", "device_type"), cases(ring))(check)()
 
 
 EXPERTS = (
@@ -62,9 +76,9 @@ EXPERTS = (
 )
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("ep", [1, 2, 4])
-@pytest.mark.parametrize("etp", [1, 2])
+@for_each("recompute", ["none", "selective", "full"])
+@for_each("ep", [1, 2, 4])
+@for_each("etp", [1, 2])
 def test_routers_are_declared_as_they_are_used(ep: int, etp: int, recompute: str) -> None:
     """A difference over tp passes through the exchange of rows over ep."""
     line = f"{SIZES} {EXPERTS} --expert-model-parallel-size {ep} --expert-tensor-parallel-size {etp}"
@@ -81,9 +95,9 @@ FORGOTTEN = [
 NEEDLESS = [("llama", "", "norm1.weight"), ("parallel", "", "norm.bias"), ("gpt2", "", "mlp.down.bias")]
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("architecture", "options", "path"), [*FORGOTTEN, *NEEDLESS])
+@pytest.mark.parametrize("device_type", ["cpu", pytest.param("cuda", marks=pytest.mark.second)])
+@for_each("layout", LAYOUTS)
+@for_each(("architecture", "options", "path"), [*FORGOTTEN, *NEEDLESS])
 def test_a_wrong_declaration_is_refused_by_name(
     architecture: str, options: str, path: str, layout: str, device_type: str
 ) -> None:

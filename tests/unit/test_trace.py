@@ -11,18 +11,20 @@ from fractions import Fraction
 
 import pytest
 
-from benchmarks.measure import block_saves
 from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.program.rank_spec import rank_spec
 from megazero.price.trace.trace import Kind, model_flops
 from tests.helpers import saved_formulas
+from tests.helpers.block_bytes import block_saves
+from tests.helpers.table import for_each
 from tests.helpers.traces import trace_layers
 
 MODEL = ModelConfig(3, 64, 0, 8, 32, 130)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("model", [MODEL, replace(MODEL, vocab_size=1 << 20)], ids=["real tensors", "meta tensors"])
@@ -65,16 +67,17 @@ def test_a_frozen_layer_sends_no_gradients() -> None:
     assert costs["blocks.1"].backward["tp"] > 0
 
 
-def saving_cases() -> Iterator[object]:
-    """Yield the product of four options; half of it, in which every pair meets, is in the default suite."""
+def saving_cases() -> Iterator[tuple[object, ...]]:
+    """Yield half of the product of four options, in which every pair meets."""
     options = [(1, False), (2, False), (4, True)], ["fp32", "bf16"], ["none", "selective"], [0.0, 0.1]
     for levels in itertools.product(*map(enumerate, options)):
-        slow = sum(number for number, _ in levels) % 2
         (tp, sp), *others = (level for _, level in levels)
-        yield pytest.param(tp, sp, *others, marks=pytest.mark.slow if slow else ())
+        if sum(number for number, _ in levels) % 2 == 0:
+            yield tp, sp, *others
 
 
-@pytest.mark.parametrize(("tp", "sp", "precision", "recompute", "dropout"), list(saving_cases()))
+@pytest.mark.second
+@for_each(("tp", "sp", "precision", "recompute", "dropout"), saving_cases())
 def test_a_block_saves_what_the_formula_lists(
     tp: int, sp: bool, precision: str, recompute: str, dropout: float
 ) -> None:
@@ -115,7 +118,7 @@ def test_a_wide_layer_is_no_small_one() -> None:
     ]
 
 
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@for_each("device_type", ["cpu", "cuda"])
 def test_100b_is_traced_without_its_memory(device_type: str) -> None:
     """All kinds of layers, at tp 16. Next to no memory is taken, and a second trace runs nothing."""
     model = ModelConfig(125, 8192, 0, 64, 1024, 50257)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megazero.typed_files import decode
+from tests.helpers.table import for_each
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Link:
     names: tuple[str, ...] = ()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "text"),
     [("a.json", '{"near": {"gpus": 3, "names": ["x"], "later": 1}}'), ("a.toml", '[near]\ngpus=3\nnames=["x"]')],
 )
@@ -24,7 +25,7 @@ def test_a_file_becomes_its_dataclass(name: str, text: str) -> None:
     assert decode(text.encode(), dict[str, Link], Path(name)) == {"near": Link(3, ("x",))}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "data", "named"),
     [
         ("a.json", b'{"near": {"gpus": "3"}}', r"a\.json: Expected `int`, got `str` - at `\$\[\.\.\.\]\.gpus`"),

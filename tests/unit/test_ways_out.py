@@ -9,6 +9,7 @@ import pytest
 from megazero.config.cli import parse
 from megazero.model.stage import declare
 from megazero.plan.layout.resolve import resolve
+from tests.helpers.table import for_each
 
 BASE = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --vocab-size 1000"
 V, TURNS = "--pipeline-schedule zero-bubble-v", "--pipeline-schedule interleaved"
@@ -56,7 +57,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("line", "ranks", "end", "flag"), CASES, ids=[line for line, *_ in CASES])
+@for_each(("line", "ranks", "end", "flag"), CASES)
 def test_every_value_that_a_refusal_names_resolves(line: str, ranks: int, end: str, flag: str) -> None:
     """0 ranks: as many as tensor x pipeline, which the value changes."""
     words = [*BASE.split(), *line.split()]

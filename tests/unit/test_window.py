@@ -28,6 +28,7 @@ from megazero.price.plan import make_plan, plan_config
 from megazero.price.trace.kernels import Operator
 from megazero.price.trace.trace import model_flops, trace, trace_block
 from tests.helpers.pretended_gpu import GPU, pretended_gpu
+from tests.helpers.table import for_each
 
 B, HEADS, GROUPS, LENGTH, DIM = 2, 4, 2, 300, 8
 STARTS = ((20, 200), (110,))  # further documents of the two samples, shorter and longer than the window of 70
@@ -62,8 +63,8 @@ def heads(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).mul(1.5).to(dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize(
+@for_each("documents", [False, True])
+@for_each(
     ("scores", "fused"),
     [(scores, fused) for scores in SCORES for fused in (False, True) if not (fused and scores.softcap)],
 )
@@ -85,9 +86,7 @@ def test_attention_sees_the_window(scores: Scores, fused: bool, documents: bool)
             assert (found - want).abs().max() < 1e-12 * want.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "capability"), [(torch.bfloat16, (9, 0)), (torch.float16, (7, 0)), (torch.float32, (9, 0))], ids=str
-)
+@for_each(("dtype", "capability"), [(torch.bfloat16, (9, 0)), (torch.float16, (7, 0)), (torch.float32, (9, 0))])
 def test_a_gpu_sees_the_window(dtype: torch.dtype, capability: tuple[int, int]) -> None:
     """FlashAttention, which knows windows; and pieces, without it and in fp32. A result is a sum of a few roundings."""
     scores, parts = Scores(window=20, scale=0.3), heads(dtype)
@@ -114,7 +113,7 @@ def test_a_capped_gradient_survives_16_bit() -> None:
         assert (found.double() - want).norm() < 8 * torch.finfo(torch.bfloat16).eps * want.norm()
 
 
-@pytest.mark.parametrize("scores", [Scores(), Scores(window=4), Scores(window=4, softcap=1.0, scale=0.4)], ids=str)
+@for_each("scores", [Scores(), Scores(window=4), Scores(window=4, softcap=1.0, scale=0.4)])
 def test_a_cache_attends_as_whole_sequences_do(scores: Scores) -> None:
     """Prompts of 1, 6 and 3 tokens, then one token at a time; the second sequence ends, and a new prompt replaces."""
     parts, lengths = [part.detach()[:1, :, :15] for part in heads()], [1, 6, 3]
@@ -171,7 +170,7 @@ def test_a_layer_has_the_scores_of_its_letter() -> None:
     assert Scores.of(replace(MODEL, seq_length=8), 1) == Scores(), "a window of whole samples is none"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model_type", "keys", "options"),
     [
         ("mistral", {"sliding_window": 8}, (8, "")),
@@ -206,7 +205,7 @@ def test_kinds_of_layers_that_are_not_known_are_refused() -> None:
         MODELS["ministral"].from_config(config)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [
         {"attention_softcap": 5.0},
@@ -221,7 +220,7 @@ def test_a_model_that_hugging_face_lacks_is_refused(options: dict[str, Any]) -> 
         family_of(model)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "seen"),
     [
         ({}, 4 * 8 + 32),

@@ -29,6 +29,9 @@ from megazero.step.batch import Dealer
 from tests.helpers.notes import As, Call, Kind, Notes, calls_of, differences
 from tests.unit.data_helpers import write_corpus
 
+pytestmark = pytest.mark.second
+
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
     "--num-layers 3 --hidden-size 16 --ffn-hidden-size 40 --num-attention-heads 2 --seq-length 8 --vocab-size 260 "

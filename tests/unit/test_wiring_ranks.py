@@ -20,11 +20,15 @@ from megazero.observe.profiling import Profiler
 from megazero.plan.layout.resolve import resolve
 from megazero.plan.layout.topology import Layout
 from tests.helpers.notes import Call, Notes, calls_of
+from tests.helpers.table import for_each
+
+pytestmark = pytest.mark.second
+
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("device", "backend", "minutes", "joining"),
     [(CPU, "gloo", 3.5, 10.0), (torch.device("cuda", 1), "nccl", 25.0, 25.0)],
 )
@@ -110,7 +114,7 @@ def test_a_mesh_makes_its_groups_with_the_time_out_given() -> None:
     assert not mesh.in_flight._checks and mesh.host is mesh.world
 
 
-@pytest.mark.parametrize(("pp", "bubbles"), [(1, []), (12, [3, 6])])
+@for_each(("pp", "bubbles"), [(1, []), (12, [3, 6])])
 def test_iterations_are_observed_as_told(pp: int, bubbles: list[int]) -> None:
     """Traced from 2 to 5; slow ranks at every fourth; the bubble, of pipelines alone, with every progress line."""
     flags = (

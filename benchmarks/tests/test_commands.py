@@ -13,8 +13,10 @@ from benchmarks import gpu_check
 from benchmarks.reports.trained import small
 from tests.end_to_end.cli import run
 
+pytestmark = pytest.mark.second
 
-@pytest.mark.slow  # tests/unit/test_paper.py rehearses such ranks
+
+@pytest.mark.slow  # benchmarks/tests/test_paper.py rehearses such ranks
 def test_the_table_of_bytes_on_real_and_pretended_ranks() -> None:
     """The program asserts that measured bytes equal the estimate's; the test compares them with the paper's."""
     done = run(sys.executable, "-m", "benchmarks.zero_table", "--real", 2, "--pretended", 64)

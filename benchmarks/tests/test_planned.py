@@ -15,6 +15,10 @@ from megazero.plan.layout.resolve import resolve
 from megazero.price.time.costs import Roofline
 from megazero.price.time.devices import Constant, load_device
 from megazero.price.trace.kernels import Operator, Product
+from tests.helpers.table import for_each
+
+pytestmark = pytest.mark.second
+
 
 FLAGS = "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --seq-length 256 --vocab-size 512 --precision bf16"
 
@@ -58,7 +62,7 @@ def test_a_published_program_has_its_recompute_its_loss_and_its_prefetch() -> No
     assert late.expected - times.expected == pytest.approx(gathers / 1.19, rel=1e-3)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@for_each("pp", [1, 2])
 def test_others_recompute_the_last_product_of_each_block(pp: int) -> None:
     """[256, 4 x 512] x [4 x 512, 512] and the residual, for 12 micro-batches, and once more behind another stage."""
     flags = f"{FLAGS} --global-batch-size 12 --recompute full --pipeline-model-parallel-size {pp}"

@@ -20,6 +20,10 @@ from benchmarks.reports.zero_theory import (
 )
 from megazero.model.stage import declare
 from megazero.plan.layout.layers import num_parameters
+from tests.helpers.table import for_each
+
+pytestmark = pytest.mark.second
+
 
 # cells that the paper printed cut off instead of rounded
 CUT = {("128B", 1024, 1), ("128B", 1024, 2)} | {("1T", nd, stage) for nd in (64, 256, 1024) for stage in (1, 2)}
@@ -43,7 +47,7 @@ def test_table_2() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [(2,), (0, 1, 3)])
+@for_each("stages", [(2,), (0, 1, 3)])
 def test_table_2_by_rehearsal(stages: tuple[int, ...]) -> None:
     """The first row: the largest model of whole layers fills a device to less than a layer, and is the formula's."""
     for stage, cell in zip(stages, table_2_cells([(1, stage) for stage in stages], layers=8), strict=True):

@@ -10,6 +10,9 @@ from benchmarks.overlap import Waiting, table, waiting
 from benchmarks.step_trace import comparison, covered, tail_of
 from megazero.observe.timeline import Interval
 from megazero.plan.program.operations import Backward, BackwardWeights, Forward, GradNorm, Reduce, Start, Update, Wait
+from tests.helpers.table import for_each
+
+pytestmark = pytest.mark.second
 
 
 def trace(device: bool) -> dict[str, Any]:
@@ -32,7 +35,7 @@ def trace(device: bool) -> dict[str, Any]:
     return {"traceEvents": events}
 
 
-@pytest.mark.parametrize("device", [False, True])
+@for_each("device", [False, True])
 def test_waits_and_what_is_not_split_are_exposed(device: bool) -> None:
     """A GPU's are on the device's track; operations in flight are not waited for."""
     assert waiting(trace(device)) == Waiting(10.0, {"dp": 1.5, "pp": 0.25})
@@ -72,7 +75,7 @@ def test_time_in_which_any_kernel_runs() -> None:
     assert covered([]) == 0.0
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(0.97, "flat, the host"), (0.85, "not flat"), (0.5, "not flat")])
+@for_each(("seconds", "words"), [(0.97, "flat, the host"), (0.85, "not flat"), (0.5, "not flat")])
 def test_a_step_is_flat_where_its_tokens_do_not_matter(seconds: float, words: str) -> None:
     text = comparison((4, seconds), (8, 1.0))
     assert f"takes {seconds:.2f} of the time of 8 for 0.50 of its tokens: {words}" in text

@@ -1,0 +1,66 @@
+"""Helpers of the suite itself: tables of cases, and the choice of tests for changed files."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import grimp
+import pytest
+
+from tests.changed import nearest_tests
+from tests.helpers.programs import ROOT
+from tests.helpers.table import for_each
+
+
+def test_every_row_runs_and_errors_name_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    @for_each("even", [True, False])
+    @for_each(("a", "b"), [(1, 2), (2, 3), (3, 3)])
+    def check(a: int, b: int, even: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert not list(tmp_path.iterdir()) and not hasattr(ROOT, "planted")
+        (tmp_path / "file").touch()
+        monkeypatch.setattr(Path, "planted", 1, raising=False)
+        ran.append((even, a))
+        assert a != b or not even
+        assert a != 2
+
+    with pytest.raises(ExceptionGroup) as caught:
+        check(tmp_path=tmp_path, monkeypatch=monkeypatch)
+    assert ran == [(even, a) for even in (True, False) for a in (1, 2, 3)]
+    both, one = caught.value.exceptions
+    assert isinstance(both, ExceptionGroup)
+    assert [error.__notes__ for error in both.exceptions] == [["row: a=2, b=3"], ["row: a=3, b=3"]]
+    assert both.__notes__ == ["row: even=True"] and one.__notes__ == ["row: a=2, b=3", "row: even=False"]
+    for rows in ([], [pytest.param(1, marks=pytest.mark.slow)]):
+        with pytest.raises(AssertionError):
+            for_each("a", rows)
+
+
+def test_tests_of_a_changed_file_are_the_nearest_that_import_it() -> None:
+    graph = grimp.ImportGraph()
+    imports = """
+        tests.unit.test_a -> package.a
+        tests.unit.test_b -> tests.helpers.b -> tests.helpers.c -> package.a
+        package.far -> package.a
+        tests.unit.test_far -> package.far -> package.near
+        tests.parallel.test_d -> package.near
+    """
+    for line in imports.split("\n"):
+        names = re.findall(r"[\w.]+", line)
+        for importer, imported in itertools.pairwise(names):
+            graph.add_import(importer=importer, imported=imported)
+    graph.add_module("package.lonely")
+    for file, wanted in {
+        "package/a.py": "a b",
+        "package/near.py": "far",
+        "package/lonely.py": "",
+        "tests/helpers/c.py": "b",
+        "tests/unit/test_a.py": "a",
+        "tests/parallel/test_d.py": "",
+        "docs/page.md": "",
+        "package/gone.py": "",
+    }.items():
+        assert nearest_tests([file], graph) == {f"tests.unit.test_{name}" for name in wanted.split()}, file
