@@ -12,9 +12,9 @@ import torch
 
 from megazero.comm.launch.errors import PeerLost
 from megazero.command.errors import place_of
+from megazero.observe import memory_report
 from megazero.observe.watchdog import Activity
 from megazero.plan.program.operations import Keep, Op, Open, Recompute
-from megazero.step import memory_report
 from megazero.step.engine import Engine
 from tests.parallel.cases import Case, micro_batches, new_engine
 
