@@ -39,12 +39,12 @@ class Ranks:
     Attributes:
         subprocess_handlers: of each rank; its exit code is the next one of `answers`, or the last.
         closed: the signals that ended the ranks, and the seconds that they then had.
-        told: the note that ranks had when they were ended.
+        noted: the note that ranks had when they were ended.
     """
 
     def __init__(self, *answers: list[int | None]) -> None:
         self.closed: list[tuple[signal.Signals, int]] = []
-        self.told: list[str] = []
+        self.noted: list[str] = []
         handlers = [SimpleNamespace(proc=SimpleNamespace(poll=partial(next_of, each))) for each in answers]
         self.subprocess_handlers = dict(enumerate(handlers))
 
@@ -62,7 +62,7 @@ class Ranks:
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self.closed.append((death_sig, timeout))
-        self.told.append(notes.read(notes.LOST))
+        self.noted.append(notes.read(notes.LOST))
 
 
 def next_of(answers: list[int | None]) -> int | None:
@@ -185,7 +185,7 @@ def test_peers_of_a_rank_that_fails_learn_it_before_they_are_ended(new_agent: Ca
         group.workers = [SimpleNamespace(id=rank, global_rank=rank) for rank in range(2)]
         while WorkerState.FAILED not in seen:
             seen.append(agent._monitor_workers(group).state)
-        assert agent._pcontext.told == ["another rank of this node has failed; ending"]
+        assert agent._pcontext.noted == ["another rank of this node has failed; ending"]
         assert set(seen[:-1]) <= {WorkerState.HEALTHY} and agent.failed.state == WorkerState.FAILED
 
 
