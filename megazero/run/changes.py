@@ -106,15 +106,16 @@ def _without_effect(state: RunState, config: Config, fingerprints: Sequence[str]
     if isinstance(data, dict) and state.fingerprints and len(state.fingerprints) == len(fingerprints):
         weights = [
             [weight for weight, _ in parse_data_path(words)]
-            for words in (data.get("data_path", ()), config.data.data_path)
-            if words
+            for words in (data.get("data_path"), list(config.data.data_path))
+            if words and isinstance(words, list) and all(isinstance(word, str) for word in words)
         ]
         if len(weights) == 2 and weights[0] == weights[1]:
             if all(map(fingerprint.same, state.fingerprints, fingerprints)):
                 found.add("data-path")
     if isinstance(options, dict):
-        names = [flag.replace("-", "_") for flag in RATE_FLAGS]
-        before = replace(config.optimizer, **{name: options[name] for name in names if name in options})
+        now = {name: getattr(config.optimizer, name) for name in (flag.replace("-", "_") for flag in RATE_FLAGS)}
+        then = {name: options[name] for name, value in now.items() if type(options.get(name)) is type(value)}
+        before = replace(config.optimizer, **then)
         if _same_rates(before, config.optimizer, state.iteration + 1, config.training.train_iters):
             found.update(RATE_FLAGS)
     return found
