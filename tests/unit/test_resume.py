@@ -284,8 +284,11 @@ def start_generation(number: int) -> None:
     os.environ |= {STARTED: "1700000000.5", "MEGAZERO_GENERATION": str(number)}
 
 
-def stop_at(change: int) -> None:
-    """Freeze this process just before its change number `change` of a folder, or creation of a file."""
+def wait_at(change: int, reached: int, gate: int) -> None:
+    """Write to the pipe `reached` just before change number `change` of a folder, or creation of a file; then wait.
+
+    A byte from the pipe `gate` ends the wait. A frozen process would be mistaken for one that another process stops.
+    """
     left = [change]
 
     def watch(event: str, details: tuple[Any, ...]) -> None:
@@ -293,7 +296,8 @@ def stop_at(change: int) -> None:
         if (event in CHANGES or created) and left[0] >= 0:
             left[0] -= 1
             if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                os.write(reached, b"frozen")
+                os.read(gate, 1)
 
     sys.addaudithook(watch)
 
@@ -318,15 +322,16 @@ def test_a_frozen_process_of_an_earlier_generation_changes_nothing_later(
     while frozen:
         root = tmp_path / str(number)
         reader, writer = os.pipe()
+        gate, opener = os.pipe()
 
-        def earlier(root: Path = root, at: int = number, writer: int = writer) -> None:
+        def earlier(root: Path = root, at: int = number, writer: int = writer, gate: int = gate) -> None:
             start_generation(0)
             locks = [checkpoint.lock(root)]
             save(root, 1)
             save(root, 2)
             start_generation(1)
             try:
-                stop_at(at)
+                wait_at(at, writer, gate)
                 locks.append(checkpoint.lock(root))
                 save(root, 3)
                 save(root, 2)
@@ -337,7 +342,7 @@ def test_a_frozen_process_of_an_earlier_generation_changes_nothing_later(
         child = forked(earlier)
         os.close(writer)
         try:
-            frozen = os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+            frozen = os.read(reader, 6) == b"frozen"  # else all changes are made, and the process has ended
             if frozen:
                 start_generation(2)
                 lock = checkpoint.lock(root)  # at once
@@ -349,14 +354,17 @@ def test_a_frozen_process_of_an_earlier_generation_changes_nothing_later(
                 saving.parent.mkdir()
                 saving.write_bytes(b"ours")
                 before = content(root)
-                os.kill(child, signal.SIGCONT)
+                os.write(opener, b".")
                 refusal = os.read(reader, 1000)
                 os.waitpid(child, 0)
                 assert refusal.startswith(b"--save "), number
                 assert content(root) == before and saving.read_bytes() == b"ours", number
                 lock.release()
+            else:
+                os.waitpid(child, 0)
         finally:
-            os.close(reader)
+            for pipe in (reader, gate, opener):
+                os.close(pipe)
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         number += 1
