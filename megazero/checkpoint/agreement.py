@@ -15,6 +15,7 @@ from megazero.files import explain
 
 Group = dist.ProcessGroup | None
 T = TypeVar("T")
+R = TypeVar("R")
 
 # An exception is sent as the first of these that it is an instance of, because others may not be picklable.
 KINDS = (KeyboardInterrupt, Damaged, ValueError, OSError)
@@ -43,7 +44,7 @@ class Failure(NamedTuple):
         return cls(kind, type(error).__name__, explain(error) if isinstance(error, OSError) else str(error))
 
 
-def together(action: str, group: Group, local: Callable[[], T], combine: Callable[[list[T]], Sequence[Any]]) -> Any:
+def together(action: str, group: Group, local: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
     """Call `local` on every rank of `group`, then `combine` on rank 0 with the results of all ranks.
 
     Returns:
@@ -60,10 +61,12 @@ def together(action: str, group: Group, local: Callable[[], T], combine: Callabl
     answers: list[Any] = []
     if rank_of(group) == 0:
         failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
+        parts: Sequence[R] | None = None
         if not failures:
             parts, error = _attempt(lambda: combine([value for value, _ in outcomes]))
             failures = {0: Failure.of(error)} if error is not None else {}
-        answers = [(None, failures)] * len(outcomes) if failures else [(part, {}) for part in parts]
+        answers = [(None, failures)] * len(outcomes) if parts is None else [(part, {}) for part in parts]
+    answer: R
     answer, failures = _scatter(answers, group)
     if failures:
         raise _agreed_error(action, failures) from error
@@ -84,7 +87,8 @@ def from_rank(source: int, function: Callable[[], T], group: Group) -> T:
         dist.broadcast_object_list(outcome, group_src=source, group=group)
     if outcome[1] is not None:
         raise outcome[1]
-    return outcome[0]
+    value: T = outcome[0]
+    return value
 
 
 def rank_of(group: Group) -> int:
@@ -131,8 +135,8 @@ def _agreed_error(action: str, failures: dict[int, Failure]) -> BaseException:
     if KeyboardInterrupt in kinds:
         return KeyboardInterrupt()
     if kinds <= {Damaged, ValueError}:
-        kind = Damaged if Damaged in kinds else ValueError
-        return kind("; ".join(dict.fromkeys(failure.text for failure in failures.values())))
+        shared = Damaged if Damaged in kinds else ValueError
+        return shared("; ".join(dict.fromkeys(failure.text for failure in failures.values())))
     kind = AgreedFailure if kinds == {OSError} else RuntimeError
     reports = [
         f"rank {rank}: {failure.text}" if failure.kind is OSError else f"rank {rank}: {failure.name}: {failure.text}"

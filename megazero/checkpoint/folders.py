@@ -71,7 +71,8 @@ def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool 
             raise Damaged(f"--load {load} is not a whole checkpoint: {fault}; name another, or its parent folder")
         return load
     while True:
-        latest, faults = _pointer(load), []
+        faults: list[str] = []
+        latest = _pointer(load)
         try:
             folder, refusal = _find_under(load, known, exact, faults), None
         except Damaged as error:

@@ -243,15 +243,16 @@ class MemoryCheckpoints:
 
     def _copy(self, folder: Path, group: Group) -> None:
         """Send this rank's file to the next node, and write those of the node before. OSError once all have arrived."""
-        failures, pieces = [], ()
+        failures: list[OSError] = []
+        pieces: Sequence[torch.Tensor] = ()
         try:
             pieces = _pieces(folder / file_name(rank_of(group)))
         except OSError as error:
             failures.append(error)
         for to, source in self.nodes.copies():
             path = folder / file_name(source) if source is not None else folder
-            error = _write_pieces(path, exchange(pieces, to, source, group))
-            failures += [error] if error is not None else []
+            failure = _write_pieces(path, exchange(pieces, to, source, group))
+            failures += [failure] if failure is not None else []
         if failures:
             raise failures[0]
 
@@ -433,7 +434,8 @@ def _pieces(path: Path) -> Sequence[torch.Tensor]:
         return ()
     with open(path, "rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return torch.frombuffer(content, dtype=torch.uint8).split(PIECE_BYTES)
+    pieces: Sequence[torch.Tensor] = torch.frombuffer(content, dtype=torch.uint8).split(PIECE_BYTES)
+    return pieces
 
 
 def _write_pieces(path: Path, pieces: Iterable[torch.Tensor]) -> OSError | None:

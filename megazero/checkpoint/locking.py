@@ -58,14 +58,15 @@ class SaveLock:
         try:
             root.mkdir(parents=True, exist_ok=True)
             owner = _owner(root) if start is not None else None
-            again = owner is not None and owner != start and owner.run == start.run
+            mine = start or Generation(text.strip(), 0)
+            again = owner is not None and owner != mine and owner.run == mine.run
             if again:
-                _claim(root, start)
+                _claim(root, mine)
             self._file = _take(root, until, replace=again)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, text.encode(), 0)
             if not again:
-                _claim(root, start or Generation(text.strip(), 0))
+                _claim(root, mine)
         except OSError as error:
             raise ValueError(f"--save {root}: {explain(error)}") from None
 

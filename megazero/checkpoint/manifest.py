@@ -20,7 +20,7 @@ import json
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -55,6 +55,7 @@ SAFETENSORS_CODES = {
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Checksum = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+DtypeName = Annotated[str, msgspec.Meta(pattern=rf"\A(?:{'|'.join(SAFETENSORS_CODES)})\Z")]
 DataFile = Annotated[str, msgspec.Meta(pattern=r"\Arank_[0-9]{5,9}\.safetensors\Z")]
 AttachedFile = Annotated[str, msgspec.Meta(pattern=r"\Atokenizer/[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\Z")]
 
@@ -78,7 +79,7 @@ class Tiling(msgspec.Struct, frozen=True, dict=True):
 class StoredTensor(msgspec.Struct, frozen=True):
     """A tensor of the checkpoint."""
 
-    dtype: Literal[tuple(SAFETENSORS_CODES)]
+    dtype: DtypeName
     shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=16)]
     tiling: Count  # index into `Manifest.tilings`
     crc32: tuple[Checksum, ...]  # of each region of the tiling
@@ -123,10 +124,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"the offsets, sizes and files of tiling {number} differ in number")
             if unknown := set(each.file) - self.files.keys():
                 raise ValueError(f"tiling {number} names {min(unknown)[:80]!r}, which is not in `files`")
-        for name, each in self.tensors.items():
-            if each.tiling >= len(self.tilings) or len(each.crc32) != len(self.tiling(name).file):
+        for name, tensor in self.tensors.items():
+            if tensor.tiling >= len(self.tilings) or len(tensor.crc32) != len(self.tiling(name).file):
                 raise ValueError(f"tensor {name[:200]!r} has no tiling, or not one checksum per chunk")
-            if any(len(offset) != len(each.shape) for offset in self.tiling(name).offset):
+            if any(len(offset) != len(tensor.shape) for offset in self.tiling(name).offset):
                 raise ValueError(f"tensor {name[:200]!r} and its tiling differ in the number of dims")
 
 
@@ -146,7 +147,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the dtype of a key of SAFETENSORS_CODES."""
-    return getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def key(name: str, offset: Sequence[int]) -> str:

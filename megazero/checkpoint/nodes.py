@@ -94,4 +94,5 @@ def exchange(
                     dist.recv(arriving, group_src=source, group=group)
                 yield arriving
         for work in works:
+            assert work is not None  # this rank is in the group
             work.wait()

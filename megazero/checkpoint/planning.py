@@ -32,7 +32,7 @@ class Holding(NamedTuple):
     """Tensors of which a rank holds the same chunks."""
 
     chunks: Chunks
-    names: array  # numbers in the rank's table
+    names: array[int]  # numbers in the rank's table
 
 
 class RankPlan(NamedTuple):
@@ -45,7 +45,7 @@ class RankPlan(NamedTuple):
     def of(cls, shards: Mapping[str, LocalShard]) -> RankPlan:
         """Plan to write everything that a rank holds."""
         chunks_of: dict[tuple[object, ...], Chunks] = {}
-        by_chunks: dict[Chunks, array] = {}
+        by_chunks: dict[Chunks, array[int]] = {}
         for at, shard in enumerate(shards.values()):
             kind = *shard.geometry, shard.data.dtype
             if kind not in chunks_of:
@@ -71,7 +71,7 @@ class SaveLayout:
         self._names = [list(table) for table in tables]
         declared = _agreed_declarations(tables)
         self.skipped: list[set[tuple[str, Shape]]] = [set() for _ in plans]
-        self.tensors: dict[str, tuple[str, Shape, Tiling]] = dict.fromkeys(declared)  # in the order of the model
+        tensors: dict[str, tuple[str, Shape, Tiling]] = {}
         replicated: list[tuple[int, str, Region, list[int]]] = []  # (bytes, name, chunk, holders)
         load = self.num_bytes = Counter[int]()  # chunks with one holder first, because they cannot be moved
         for (shape, dtype), holders_of, names in self._kinds(declared):
@@ -81,13 +81,14 @@ class SaveLayout:
             chunks = sorted(holders_of, key=lambda chunk: chunk.offset)
             tiling = Tiling.of(chunks, [file_name(holders_of[chunk][0]) for chunk in chunks])
             for name in names:
-                self.tensors[name] = dtype, shape, tiling
+                tensors[name] = dtype, shape, tiling
             for chunk in chunks:
                 holders, num_bytes = holders_of[chunk], chunk.volume * torch_dtype(dtype).itemsize
                 if len(holders) == 1:
                     load[holders[0]] += len(names) * num_bytes
                 else:
                     replicated += [(num_bytes, name, chunk, holders) for name in names]
+        self.tensors = {name: tensors[name] for name in declared}  # in the order of the model
         self._place(replicated, load)
 
     def _kinds(self, declared: Mapping[str, Declared]) -> Iterable[tuple[Declared, dict[Region, list[int]], list[str]]]:
@@ -103,9 +104,9 @@ class SaveLayout:
         equal: dict[tuple[Declared, tuple[tuple[int, int], ...]], list[str]] = defaultdict(list)
         for name, holders in held.items():
             equal[declared[name], tuple(holders)].append(name)
-        for (declaration, holders), names in equal.items():
+        for (declaration, held_by), names in equal.items():
             holders_of: dict[Region, list[int]] = defaultdict(list)
-            for rank, number in holders:
+            for rank, number in held_by:
                 for chunk in chunks[number]:
                     holders_of[chunk].append(rank)
             yield declaration, holders_of, names

@@ -48,7 +48,7 @@ class WrittenFile(NamedTuple):
 
     file: str
     num_bytes: int
-    crc32: array  # of its chunks, in the order of `own_chunks`
+    crc32: array[int]  # of its chunks, in the order of `own_chunks`
 
 
 class Save:
@@ -189,7 +189,7 @@ class ChunkReader:
         expected = (torch_dtype(self.manifest.tensors[name].dtype), chunk.region.size)
         where = f"tensor {name!r} at {list(chunk.region.offset)}"
         try:
-            tensor = opened.get_tensor(key(name, chunk.region.offset))
+            tensor: torch.Tensor = opened.get_tensor(key(name, chunk.region.offset))
         except SafetensorError as error:
             raise damage(self.path, chunk.file, f"{where}: {error}") from None
         if (tensor.dtype, tuple(tensor.shape)) != expected:

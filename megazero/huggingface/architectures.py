@@ -81,8 +81,12 @@ def _from_heads(theirs: Tensors, model: ModelConfig) -> Tensors:
     return heads[:, 0], heads[:, 1:]
 
 
+def _transposed(xs: Tensors, _: ModelConfig) -> Tensors:
+    return (xs[0].t(),)
+
+
 SAME = Form(lambda xs, _: xs, lambda xs, _: xs, by_rows=True)
-TRANSPOSED = Form(*[lambda xs, _: (xs[0].t(),)] * 2)  # Conv1D multiplies x [.., in] with [in, out]
+TRANSPOSED = Form(_transposed, _transposed)  # Conv1D multiplies x [.., in] with [in, out]
 QKV_COLUMNS = Form(_qkv_columns, _qkv_heads)
 QKV_ROWS = Form(_all_rows, _by_kind)
 QKV_BY_HEAD = Form(_rows_by_head, _from_heads)
@@ -222,7 +226,7 @@ class HuggingFaceModel:
 
     def split(self, ours: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
         """Return all of our tensors, or gradients of them, under their names and in their shapes."""
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for row in dict.fromkeys(row for name in ours for row in self.names(name, model)):
             parts = row.form.split([ours[name][row.rows] for name in row.ours], model)
             found |= dict(zip(row.theirs, parts, strict=True))

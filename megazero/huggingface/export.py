@@ -104,7 +104,12 @@ def check_export(model: ModelConfig, tokenizer: Tokenizer | None) -> None:
 
 
 def _write_weights(
-    reader: TensorReader, model: ModelConfig, shards: list[Shard], folder: Path, dtype: str, advance: Callable
+    reader: TensorReader,
+    model: ModelConfig,
+    shards: list[Shard],
+    folder: Path,
+    dtype: str,
+    advance: Callable[[int], None],
 ) -> None:
     names = [WEIGHTS]
     if len(shards) > 1:

@@ -145,7 +145,10 @@ def import_model(source: Path, output: Path, advance: Callable[[int], None] = la
 
 
 def _state(config: Config, saved_tokenizer: str) -> RunState:
-    saved = {"data": {"tokenizer": config.data.tokenizer}, "training": {"precision": "fp32"}}
+    saved: dict[str, dict[str, Any] | str] = {
+        "data": {"tokenizer": config.data.tokenizer},
+        "training": {"precision": "fp32"},
+    }
     layout = asdict(Layout())
     model, run = asdict(config.model), uuid.uuid4().hex
     return RunState(0, 0, 0, None, model, layout, saved, run, weights_only=True, saved_tokenizer=saved_tokenizer)

@@ -122,7 +122,8 @@ class RunEvents:
     def _alive(self) -> float:
         """Return the Unix time of the last record or event of the run; 0 if there is none."""
         with contextlib.suppress(OSError):
-            return max([self.lost.until, *(event.get("at", 0.0) for event in read_events(self.folder or Path()))])
+            times: list[float] = [event.get("at", 0.0) for event in read_events(self.folder or Path())]
+            return max([self.lost.until, *times])
         return self.lost.until
 
     def _add(self, event: Record, mode: str = "a") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 
 # key of `pause_seconds` in metrics.jsonl and events.jsonl -> cause in report.html
@@ -21,7 +21,7 @@ class Pauses:
     """Measures pauses of this rank."""
 
     def __init__(self) -> None:
-        self._seconds = Counter[str]()
+        self._seconds = defaultdict[str, float](float)
 
     @contextlib.contextmanager
     def of(self, cause: str) -> Iterator[None]:
@@ -34,5 +34,5 @@ class Pauses:
 
     def take(self) -> dict[str, dict[str, float]]:
         """Return the pauses since the last call, as `pause_seconds`; nothing if there were none."""
-        taken, self._seconds = dict(self._seconds), Counter()
+        taken, self._seconds = dict(self._seconds), defaultdict(float)
         return {"pause_seconds": taken} if taken else {}

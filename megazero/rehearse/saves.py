@@ -31,7 +31,8 @@ class PlannedSave(NamedTuple):
 
 def pretended_shards(config: Config, layout: Layout, rank: int, dtype: torch.dtype) -> dict[str, LocalShard]:
     """Return the shards that a rank saves, on stand-in tensors. `config` is resolved."""
-    rules, found = config.optimizer.rules, {}
+    found: dict[str, LocalShard] = {}
+    rules = config.optimizer.rules
     for part in rank_parts(config, layout, rank, declare):
         data = torch.empty(part.stop - part.start, device="meta", dtype=dtype)
         shard = LocalShard(part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data)

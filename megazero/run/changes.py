@@ -32,8 +32,15 @@ LOSS = f"training minimizes another loss from iteration {{iteration:,}} on, {DIF
 ROUNDING = f"values are rounded in another way, {DIFFERS}"
 
 # Flag -> its consequence; "": none. Other flags have that of their group.
-RATE_FLAGS = ("lr", "min-lr", "lr-warmup-iters", "lr-decay-iters", "lr-decay-style")
-RATE_FLAGS += ("lr-wsd-decay-iters", "lr-wsd-decay-style")
+RATE_FLAGS = (
+    "lr",
+    "min-lr",
+    "lr-warmup-iters",
+    "lr-decay-iters",
+    "lr-decay-style",
+    "lr-wsd-decay-iters",
+    "lr-wsd-decay-style",
+)
 BY_FLAG = {
     **dict.fromkeys(("data-path", "data-args-path", "mock-data"), DATA),
     **dict.fromkeys(("seed", "split", "split-by", "seq-length"), ORDER),
@@ -69,7 +76,8 @@ def changed_options(
         given: names of the flags of this command, without dashes; None: all were given.
         fingerprints: of this run's corpora, in the order of --data-path.
     """
-    ours, saved = json.loads(json.dumps(asdict(config))), dict(state.config)
+    saved: dict[str, Any] = dict(state.config)
+    ours = json.loads(json.dumps(asdict(config)))
     options = saved.get("optimizer", {})
     if isinstance(options, dict):
         saved["optimizer"] = {"optimizer": state.optimizer} | options  # versions before the flag

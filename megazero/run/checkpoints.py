@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 import time
 import uuid
@@ -138,7 +139,9 @@ class Checkpoints:
                     f"begins in {seconds:g} s. If the disk is full, delete files, such as old checkpoints in "
                     f"{self.config.checkpoint.save}"
                 )
-            checkpoint.together("waiting", self.mesh.host_group, lambda s=seconds: self.wait(s), lambda waits: waits)
+            checkpoint.together(
+                "waiting", self.mesh.host_group, functools.partial(self.wait, seconds), lambda waits: waits
+            )
         return write()
 
     def _contents(self, progress: Progress) -> tuple[dict[str, LocalShard], dict[str, Any]]:
@@ -336,6 +339,7 @@ class Checkpoints:
         if found is None:
             state = RunState.read(path, self.mesh.host_group)
         else:
+            assert self.memory is not None
             state = RunState.of(path, self.memory.read_state(found, self.mesh.host_group))
             check_model(path, state.typed_model(path), self.config.model)
         finetunes = self.config.checkpoint.finetune and found is None
@@ -398,6 +402,7 @@ class Checkpoints:
                 model, opened = self.config.model, self.open_weights
                 checkpoint.fill(path, shards, lambda shards: opened(path, model)(shards), self.mesh.host_group)
             elif found is not None:
+                assert self.memory is not None
                 self.memory.load(found, shards, self.mesh.host_group, partial=partial)
             else:
                 checkpoint.load(path, shards, self.mesh.host_group, partial=partial)

@@ -11,6 +11,7 @@ from megazero.data.tokenizer import Tokenizer, end_of_document
 from megazero.files import read_regular
 from megazero.generation.generate import Generator, NewTokens
 from megazero.generation.sampling import Sampling
+from megazero.model.layers.kv_cache import KVCache
 from megazero.step.batch import MicroBatch
 from megazero.step.engine import Engine
 
@@ -47,7 +48,7 @@ class TrainedModel:
     def new_cache(self, num_sequences: int, capacity: int) -> None:
         return None
 
-    def logits(self, new: Sequence[NewTokens], cache: None) -> torch.Tensor | None:
+    def logits(self, new: Sequence[NewTokens], cache: KVCache | None) -> torch.Tensor | None:
         """Return [b, v] for a micro-batch of b samples; those after the last sequence are padding."""
         ids = torch.zeros(self.batch_size, self.window, dtype=torch.int64)
         lasts = [0] * self.batch_size

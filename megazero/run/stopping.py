@@ -159,12 +159,13 @@ class Clock:
         self._until = began + 60 * duration_minutes if duration_minutes else float("inf")
         self._save_seconds, self._saved = 60 * save_minutes, time.time()
         self._margin, self._job_end = 60 * before_minutes, job_end
-        self._end = job_end() if before_minutes else float("inf")
-        if self._end is None:
+        end = job_end() if before_minutes else float("inf")
+        if end is None:
             raise ValueError(
                 f"--exit-before-minutes {before_minutes:g}: this is no SLURM job with a time limit; "
                 "use --exit-duration-minutes"
             )
+        self._end = end
 
     def wish(self, now: float) -> Wish:
         """Return the wish at the time `now`."""

@@ -90,17 +90,19 @@ def line_chart(
     low = 0.0 if from_zero else low
 
     def x_at(x: np.ndarray | float) -> list[float]:
-        return np.round(LEFT + (np.atleast_1d(x) - left) / (right - left) * (RIGHT - LEFT), 1).tolist()
+        at = LEFT + (np.atleast_1d(x) - left) / (right - left) * (RIGHT - LEFT)
+        return list(map(float, np.round(at, 1)))
 
     def y_at(y: np.ndarray | float) -> list[float]:
-        return np.round(BOTTOM + (to_scale(np.atleast_1d(y)) - low) / (high - low) * (TOP - BOTTOM), 1).tolist()
+        at = BOTTOM + (to_scale(np.atleast_1d(y)) - low) / (high - low) * (TOP - BOTTOM)
+        return list(map(float, np.round(at, 1)))
 
     drawn = [(line, thin(line.curve)) for line in lines]
     return Chart(
         title,
-        [(*x_at(tick), short(tick)) for tick in ticks(left, right)],
-        [(*y_at(tick), y_format(tick)) for tick in (log_ticks(10**low, 10**high) if log else ticks(low, high))],
-        [(*x_at(place), meaning) for place, meaning in marks if left <= place <= right],
+        [(x_at(tick)[0], short(tick)) for tick in ticks(left, right)],
+        [(y_at(tick)[0], y_format(tick)) for tick in (log_ticks(10**low, 10**high) if log else ticks(low, high))],
+        [(x_at(place)[0], meaning) for place, meaning in marks if left <= place <= right],
         [(line, list(zip(x_at(x), y_at(y), strict=True))) for line, (x, y) in drawn],
     )
 

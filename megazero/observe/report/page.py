@@ -13,9 +13,10 @@ import jinja2
 import numpy as np
 
 from megazero.files import replace_file
+from megazero.observe.progress_line import Record
 from megazero.observe.report.chart import MOST_COLUMNS, Chart, HeatMap, Line, heat_map, line_chart
 from megazero.observe.report.lost_time import KEPT, spent
-from megazero.observe.report.runs import METRICS, Curve, Record, Run, curve, keys_of, read_run, smooth
+from megazero.observe.report.runs import METRICS, Curve, Run, curve, keys_of, read_run, smooth
 from megazero.plan.layout.topology import Layout
 from megazero.units import count, duration, ranges, size, things
 
@@ -99,7 +100,8 @@ def _cards(run: Run) -> list[tuple[str, str]]:
     loss, validation, peak = curve(run, "loss"), curve(run, "validation_loss"), curve(run, "memory_bytes/peak").y
     cards = [("iterations", f"{run.records[-1]['iteration']:,}")]
     if "parameters" in run.start:
-        whole, active = run.start["parameters"], run.start.get("active_parameters", run.start["parameters"])
+        whole: int = run.start["parameters"]
+        active: int = run.start.get("active_parameters", whole)
         cards.append(("parameters", count(whole)))
         if active != whole:
             cards.append(("parameters active per token", count(active)))
