@@ -169,12 +169,12 @@ class Run:
             bar = stack.enter_context(progress_bar("tokenizing", size_of(self.sources)))
             bar.advance(0, done.disk_bytes, counts=False)
             job = Job(
-                self.options.tokenizer,
-                self.keys,
-                self.options.append_eod,
-                self.dtype,
-                self.encoder == "gigatoken",
-                self.options.dedup,
+                tokenizer=self.options.tokenizer,
+                keys=self.keys,
+                append_eod=self.options.append_eod,
+                dtype=self.dtype,
+                gigatoken=self.encoder == "gigatoken",
+                digests=self.options.dedup,
             )
             chunks = read_chunks(self.sources, self.keys, self.position)
             for chunk, encoded in encode_all(job, chunks, workers_of(self.options)):
@@ -374,7 +374,7 @@ def preprocess(options: Options) -> list[Corpus]:
         if work.state is None and not options.overwrite:
             _guard_finished(options, whole, prefix, record)
         try:
-            return _tokenize_and_publish(options, sources, prefix, work, record)
+            return _tokenize_and_publish(options, sources, prefix, work=work, record=record)
         except GigatokenDiffers as error:
             print(
                 f"gigatoken gives other ids than --tokenizer {options.tokenizer} at {error}: starting again without it",
@@ -382,7 +382,7 @@ def preprocess(options: Options) -> list[Corpus]:
             )
             work.clear()
             options = Options(**{**vars(options), "gigatoken": False})
-            return _tokenize_and_publish(options, sources, prefix, work, record)
+            return _tokenize_and_publish(options, sources, prefix, work=work, record=record)
     except BaseException as error:
         _leave(work, error)
         raise
@@ -404,7 +404,7 @@ def _tokenize_and_publish(
     options: Options, sources: Sequence[Source], prefix: str, work: WorkFolder, record: Mapping[str, str]
 ) -> list[Corpus]:
     start, before = time.monotonic(), (work.state or {}).get("counts", {}).get("text_bytes", 0)
-    run = Run(options, sources, prefix, work, record)
+    run = Run(options=options, sources=sources, prefix=prefix, work=work, record=record)
     if not (work.state or {}).get("published"):
         run.tokenize()
     assert work.state is not None

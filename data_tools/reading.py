@@ -118,7 +118,7 @@ def _read_lines(source: Source, at: Position, keys: Sequence[str]) -> Iterator[C
             file.seek(at.offset)
         else:
             _skip(file, at.offset, source.name)
-        yield from _line_chunks(source, at, file, stop, raw.tell)
+        yield from _line_chunks(source, at, file, stop=stop, tell=raw.tell)
 
 
 def _border(source: Source, share: float) -> int:
@@ -143,20 +143,20 @@ def _line_chunks(source: Source, at: Position, file: BinaryIO, stop: int, tell: 
             block += file.readline()  # a line of any length
         line = at.line + block.count(b"\n") if at.line > 0 else -1
         behind = Position(at.source, at.offset + len(block), line)
-        yield Chunk(source, at, behind, block, tell() - disk)
+        yield Chunk(source=source, at=at, behind=behind, raw=block, disk_bytes=tell() - disk)
         at, disk = behind, tell()
 
 
 def _read_stdin(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Chunk]:
     file = sys.stdin.buffer
     _skip(file, at.offset, source.name)
-    yield from _line_chunks(source, at, file, sys.maxsize, lambda: 0)
+    yield from _line_chunks(source, at, file, stop=sys.maxsize, tell=lambda: 0)
 
 
 def _read_stdin_text(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Chunk]:
     if at.offset == 0:
         text = sys.stdin.buffer.read()
-        yield Chunk(source, at, Position(at.source, len(text) + 1), text, 0)
+        yield Chunk(source=source, at=at, behind=Position(at.source, len(text) + 1), raw=text, disk_bytes=0)
 
 
 def _read_text(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Chunk]:
@@ -165,7 +165,7 @@ def _read_text(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Ch
     raw, file = _open(source)
     with raw:
         text = file.read()
-        yield Chunk(source, at, Position(at.source, len(text) + 1), text, raw.tell())
+        yield Chunk(source=source, at=at, behind=Position(at.source, len(text) + 1), raw=text, disk_bytes=raw.tell())
 
 
 # -- rows
@@ -199,7 +199,7 @@ def _read_parquet(source: Source, at: Position, keys: Sequence[str]) -> Iterator
                     if table is None:
                         break
                     disk = round(source.size / groups * table.num_rows / max(1, count))
-                    yield from _row_chunks(source, at, table, first, disk)
+                    yield from _row_chunks(source, at, table, row=first, disk_bytes=disk)
                     first += table.num_rows
             row += count
 
@@ -231,7 +231,7 @@ def _read_arrow(source: Source, at: Position, keys: Sequence[str]) -> Iterator[C
             row, disk = 0, 0
             for batch in batches:
                 table = pa.Table.from_batches([batch]).select(list(keys))
-                yield from _row_chunks(source, at, table, row, raw.tell() - disk)
+                yield from _row_chunks(source, at, table, row=row, disk_bytes=raw.tell() - disk)
                 row, disk = row + table.num_rows, raw.tell()
         except (pa.ArrowException, OSError) as error:
             raise ValueError(
@@ -248,7 +248,9 @@ def _read_rows(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Ch
     at = Position(at.source, max(at.offset, round(len(data) * source.begin)))
     for row in range(at.offset // ROWS * ROWS, stop, ROWS):
         table = data[row : min(row + ROWS, stop)]
-        yield from _row_chunks(source, at, table, row, round(source.size * table.num_rows / max(1, len(data))))
+        yield from _row_chunks(
+            source, at, table, row=row, disk_bytes=round(source.size * table.num_rows / max(1, len(data)))
+        )
 
 
 def _read_stream(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Chunk]:
@@ -265,10 +267,10 @@ def _read_stream(source: Source, at: Position, keys: Sequence[str]) -> Iterator[
         texts.append({key: document.get(key) for key in keys})
         waiting += sum(len(text) for text in texts[-1].values() if isinstance(text, str))
         if waiting >= CHUNK_BYTES or len(texts) == ROWS:
-            yield from _row_chunks(source, at, pa.Table.from_pylist(texts), row, 0)
+            yield from _row_chunks(source, at, pa.Table.from_pylist(texts), row=row, disk_bytes=0)
             row, texts, waiting = row + len(texts), [], 0
     if texts:
-        yield from _row_chunks(source, at, pa.Table.from_pylist(texts), row, 0)
+        yield from _row_chunks(source, at, pa.Table.from_pylist(texts), row=row, disk_bytes=0)
 
 
 def _load(source: Source) -> Any:
@@ -317,11 +319,11 @@ def _row_chunks(source: Source, at: Position, table: "pa.Table", row: int, disk_
             writer.write_table(table.slice(0, count))
         share = round(disk_bytes * count / table.num_rows)
         yield Chunk(
-            source,
-            Position(at.source, row),
-            Position(at.source, row + count),
-            sink.getvalue().to_pybytes(),
-            share,
+            source=source,
+            at=Position(at.source, row),
+            behind=Position(at.source, row + count),
+            raw=sink.getvalue().to_pybytes(),
+            disk_bytes=share,
         )
         table, row, disk_bytes = table.slice(count), row + count, disk_bytes - share
 

@@ -133,7 +133,9 @@ def _file(name: str, number: int, input_format: Format) -> Source:
             f"{' or '.join(COMPRESSIONS)}; or give --input-format, or, for CSV, its folder: --input "
             f"{DATASETS}{os.path.dirname(name) or '.'}"
         )
-    return Source(name, kind, number, status.st_size, status.st_mtime_ns, compression)
+    return Source(
+        name=name, kind=kind, argument=number, size=status.st_size, modified=status.st_mtime_ns, compression=compression
+    )
 
 
 def _dataset(given: str, number: int) -> Source:
@@ -147,7 +149,7 @@ def _dataset(given: str, number: int) -> Source:
         return Source(name, "stream", number, split=split)
     found = [path.stat() for path in Path(name).rglob("*.arrow")]
     size, modified = sum(each.st_size for each in found), max((each.st_mtime_ns for each in found), default=0)
-    return Source(name, "rows", number, size, modified, split=split)
+    return Source(name=name, kind="rows", argument=number, size=size, modified=modified, split=split)
 
 
 def partition(sources: Sequence[Source], given: str) -> list[Source]:

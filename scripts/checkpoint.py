@@ -237,7 +237,14 @@ def export_checkpoint(options: Export) -> int:
     total = BYTES[options.dtype] * sum(prod(shape) for shape in shapes_of(model).values())
     with progress_bar("exporting", total) as bar:
         shard_bytes = int(options.max_shard_size * 2**30)
-        same = export(path, options.output, tokenizer, options.dtype, shard_bytes, lambda n: bar.advance(n, n))
+        same = export(
+            path,
+            options.output,
+            tokenizer,
+            dtype=options.dtype,
+            shard_bytes=shard_bytes,
+            advance=lambda n: bar.advance(n, n),
+        )
     print(f"wrote {options.output}: {size(total)} of {options.dtype} weights, of {path}")
     if not same:
         print(
@@ -286,7 +293,7 @@ def upcycle_checkpoint(options: Upcycle) -> int:
     parameters = sum(prod(spec.shape) for spec in declare(model).params())
     total = BYTES[state.master_precision] * parameters
     with progress_bar("upcycling", total) as bar:
-        upcycle(path, options.save, model, options.seed, lambda n: bar.advance(n, n))
+        upcycle(path, options.save, model, seed=options.seed, advance=lambda n: bar.advance(n, n))
     print(f"wrote {options.save}: {parameters:,} parameters, {size(total)}, of {path}. To train on from there:")
     print(f"  python pretrain_gpt.py --preset {options.save}/config.toml --load {options.save} --data-path PREFIX ...")
     return 0

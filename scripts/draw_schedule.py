@@ -58,14 +58,21 @@ def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool 
         names = [[f"{c}.{n}" for n in range(layers)] for c in range(chunks)]
         made = [
             tuple(
-                PlannedLayer(name, (name,), Use.LAYER, True, rank + c > 0 or n > 0, name)
+                PlannedLayer(
+                    name=name,
+                    units=(name,),
+                    use=Use.LAYER,
+                    trains=True,
+                    passes_gradient=rank + c > 0 or n > 0,
+                    kind=name,
+                )
                 for n, name in enumerate(chunk)
             )
             for c, chunk in enumerate(names)
         ]
         flat = flat_layout([FlatParam("", 64, True)], 1)
         units = {name: Unit(flat, True) for chunk in names for name in chunk}
-        found.append(RankSpec(tuple(made), units, alone, rank, ranks, v_shaped=v_shaped))
+        found.append(RankSpec(chunks=tuple(made), units=units, groups=alone, rank=rank, ranks=ranks, v_shaped=v_shaped))
     return found
 
 
@@ -96,7 +103,13 @@ def box_of(span: Computation) -> Box:
     op = span.op
     assert isinstance(op, (Forward, Backward, BackwardWeights)), op
     kind = "F" if isinstance(op, Forward) else "W" if isinstance(op, BackwardWeights) else "B" if op.weights else "I"
-    return Box(kind, op.micro_batch, int(op.layer.split(".")[0]), round(span.begin), round(span.end))
+    return Box(
+        kind=kind,
+        micro_batch=op.micro_batch,
+        chunk=int(op.layer.split(".")[0]),
+        begin=round(span.begin),
+        end=round(span.end),
+    )
 
 
 def simulated(options: Options) -> Timing:

@@ -368,7 +368,13 @@ def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report
     same = ["--nproc", str(config.nproc_per_node), *parsed.training_script_args]
     admitted = False
     while not admitted:
-        found = meeting(config.rdzv_endpoint, config.min_nodes, config.max_nodes, wait_seconds, absolute_save(same)[1])
+        found = meeting(
+            config.rdzv_endpoint,
+            config.min_nodes,
+            config.max_nodes,
+            wait_seconds=wait_seconds,
+            save=absolute_save(same)[1],
+        )
         with found.explained():
             admitted = admit(found, same)
     spec = WorkerSpec(

@@ -147,7 +147,13 @@ def run(options: Options, world: launch.World) -> None:
     eod = end_of_document(tokenizer)
     if note := packed_prompts(state.config.get("data", {}), prompts, eod):
         log.warning(note)
-    generator = Generator(inference, sampling, options.max_new_tokens, options.batch_size, eod)
+    generator = Generator(
+        model=inference,
+        sampling=sampling,
+        max_new_tokens=options.max_new_tokens,
+        batch_size=options.batch_size,
+        eod=eod,
+    )
     start, tokens = time.perf_counter(), 0
     for texts in generator.run(prompts):
         show(texts, tokenizer, options.json, several=len(prompts) > 1)

@@ -58,7 +58,7 @@ def plot(runs: Sequence[Run], output: Path, x: XAxis = "iteration", window: int 
     names = names_of(runs)
     figure = plt.figure(figsize=(12, 6), layout="constrained")
     panels: Any = figure.subplot_mosaic([["loss", "speed"], ["loss", "memory"]], width_ratios=[3, 2])
-    draw_losses(panels["loss"], runs, names, x, window)
+    draw_losses(panels["loss"], runs, names, x=x, window=window)
     draw_throughput(panels["speed"], runs, x, window)
     draw_memory(panels["memory"], runs, names)
     for panel in ("loss", "speed"):

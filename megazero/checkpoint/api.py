@@ -44,7 +44,7 @@ def save(
     Any other exception is this rank's alone.
     """
     path = Path(root) / folders.folder_name(iteration)
-    job = Save(Path(root), iteration, rank_of(group), shards, state, attached)
+    job = Save(root=Path(root), iteration=iteration, rank=rank_of(group), shards=shards, state=state, attached=attached)
     try:
         skipped = together(f"saving {path}", group, job.plan, job.divide)
         together(f"saving {path}", group, lambda: job.write(skipped), job.commit)
@@ -69,7 +69,7 @@ def load(path: Path, shards: Mapping[str, LocalShard], group: Group = None, *, p
     path = Path(path)
     raw = from_rank_0(lambda: manifest.read_manifest_bytes(path), group)  # objects would be slow to send
     content = manifest.parse_manifest(path, raw)
-    check(path, content, shards, group, partial)
+    check(path, content, shards, group=group, partial=partial)
     together(f"loading {path}", group, lambda: ChunkReader(path, content).fill(shards), lambda filled: filled)
 
 

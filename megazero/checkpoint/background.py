@@ -69,7 +69,9 @@ class BackgroundSaver:
         }
         if any(shard.data.is_cuda for shard in shards.values()):
             torch.cuda.synchronize()
-        self._running = self._thread.submit(self._save, root, iteration, copies, state, self._group, attached)
+        self._running = self._thread.submit(
+            self._save, root, iteration, copies, state=state, group=self._group, attached=attached
+        )
 
     def _copied(self, name: str, data: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(name)

@@ -127,7 +127,9 @@ def whole(inventories: Sequence[Sequence[Held]]) -> tuple[list[InMemory], dict[i
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             faults[iteration] = f"iteration {iteration} in memory has lost both copies of {lost[0]}{more}"
         else:
-            found.append(InMemory(order[0], iteration, digest, tuple(nodes), holders))
+            found.append(
+                InMemory(save_number=order[0], iteration=iteration, digest=digest, nodes=tuple(nodes), holders=holders)
+            )
     return found, faults
 
 
@@ -210,7 +212,7 @@ class MemoryCheckpoints:
             state: with `stamp()`.
             attached: is left out; the run that resumes has a tokenizer of its own.
         """
-        job = Save(root, iteration, rank_of(group), shards, state, {})
+        job = Save(root=root, iteration=iteration, rank=rank_of(group), shards=shards, state=state, attached={})
         action = f"copying iteration {iteration} to memory"
         manifests: list[Manifest] = []
 
@@ -311,7 +313,13 @@ class MemoryCheckpoints:
             return None
         here = tuple(file for file, length in sizes.items() if _size(path / file) == length)
         order = stamp.save_number, stamp.saved_time
-        return Held(order, stamp.iteration, crc32(raw), here, tuple(sizes.keys() - set(here)))
+        return Held(
+            order=order,
+            iteration=stamp.iteration,
+            digest=crc32(raw),
+            files=here,
+            absent=tuple(sizes.keys() - set(here)),
+        )
 
     def read_state(self, found: InMemory, group: Group) -> dict[str, Any]:
         """Return the state of a checkpoint, from a node that has it."""
@@ -322,7 +330,7 @@ class MemoryCheckpoints:
         path = self.folder / found.name
         raw = from_rank(self.nodes.ranks[found.nodes[0]][0], lambda: read_manifest_bytes(path), group)
         content = parse_manifest(path, raw)
-        check(path, content, shards, group, partial)
+        check(path, content, shards, group=group, partial=partial)
         reader, count = ChunkReader(path, content), len(self.nodes.ranks)
         left = sorted((each for chunks in reader.plan(shards).values() for each in chunks.items()), key=_file)
         nearest = {  # this node, if it has the file, then those that follow it in the ring

@@ -67,7 +67,14 @@ class TensorReader:
             offset[0], stop, _ = rows.indices(size[0])
             size[0] = stop - offset[0]
         found = torch.empty(size, dtype=torch_dtype(stored.dtype))
-        shard = LocalShard(stored.shape, tuple(offset), tuple(size), 0, found.numel(), found.view(-1))
+        shard = LocalShard(
+            global_shape=stored.shape,
+            offset=tuple(offset),
+            local_shape=tuple(size),
+            start=0,
+            stop=found.numel(),
+            data=found.view(-1),
+        )
         ChunkReader(self.path, self.manifest).fill({name: shard})
         return found
 

@@ -138,7 +138,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         config = with_values(config, {name: flags()[name].default for name in dropped})
     from_preset = {flag for flag, value in preset.values.items() if values[flag] == value} - names_of(args) - dropped
     config, changes = give_way(config, name, from_preset, names_of(args))
-    return Command(config, args, given - dropped, [*notes, *changes], dropped)
+    return Command(config=config, args=args, given=given - dropped, notes=[*notes, *changes], dropped=dropped)
 
 
 def _sources(args: list[str], preset: Mapping[str, Any]) -> tuple[str, list[str]]:

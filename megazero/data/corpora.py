@@ -191,7 +191,18 @@ def open_datasets(
     weights = [Fraction(data.num_tokens) if weight is None else weight for weight, data in given]
 
     def opened(split_name: str) -> Samples:
-        parts = [GPTDataset(data, split, split_name, seq_length, seed, vocab_size, split_by) for data in corpora]
+        parts = [
+            GPTDataset(
+                data=data,
+                split=split,
+                split_name=split_name,
+                seq_length=seq_length,
+                seed=seed,
+                vocab_size=vocab_size,
+                split_by=split_by,
+            )
+            for data in corpora
+        ]
         if split_name in needed:
             for part in parts:
                 part.check()

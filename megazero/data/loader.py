@@ -117,7 +117,9 @@ class Batches:
         tokens.clip(min=0, out=tokens)  # any id does where none counts
         ids, labels, counts = map(torch.from_numpy, (tokens[:, :-1].copy(), tokens[:, 1:].copy(), loss_mask))
         corpora = tuple(0 if i == PADDING else blend.locate(i)[0] for i in numbers) if blend is not None else ()
-        return MicroBatch(ids, labels, counts, numbers, starts, corpora)
+        return MicroBatch(
+            ids=ids, labels=labels, loss_mask=counts, samples=numbers, document_starts=starts, corpora=corpora
+        )
 
 
 def document_starts(ids: Int64s, end: int) -> Int64s:

@@ -51,7 +51,14 @@ class InferenceModel:
         """Return the memory of a weight, and the shard that fills it. The vocabulary's padding stays zero."""
         spec, block = weight.spec, weight.block
         flat = torch.zeros(block.stored_numel, dtype=self.dtype, device=self.mesh.device)
-        own = LocalShard(spec.shape, block.offset, block.shape, 0, block.numel, flat[: block.numel])
+        own = LocalShard(
+            global_shape=spec.shape,
+            offset=block.offset,
+            local_shape=block.shape,
+            start=0,
+            stop=block.numel,
+            data=flat[: block.numel],
+        )
         return flat.view(block.stored), own
 
     def new_cache(self, num_sequences: int, capacity: int) -> KVCache:
@@ -88,7 +95,9 @@ class InferenceModel:
             for one, part in zip(new, own, strict=True)
             for run in part
         )
-        return MicroBatchInfo(0, tuple(range(len(new))), False, rows, runs, cache)
+        return MicroBatchInfo(
+            length=0, samples=tuple(range(len(new))), training=False, rows=rows, runs=runs, cache=cache
+        )
 
     def _hidden(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """ids [1, T] -> [T, h] after this rank's layers; also sent to the next stage."""

@@ -86,7 +86,7 @@ def export(
     with new_folder(output) as folder:
         same = tokenizer is None or write_tokenizer(tokenizer, folder)
         _write_config(model, folder, dtype, special_ids(tokenizer, folder) if tokenizer is not None else {})
-        _write_weights(TensorReader(path), model, shards, folder, dtype, advance)
+        _write_weights(TensorReader(path), model, shards, folder=folder, dtype=dtype, advance=advance)
     return same
 
 
@@ -121,7 +121,7 @@ def _write_weights(
     for name, shard in zip(names, shards, strict=True):
         with TensorFile(folder / name, shard.announced, {"format": "pt"}) as file:
             for _, rows in itertools.groupby(shard.rows, key=lambda row: row.ours):
-                for part in _parts(reader, list(rows), model, dtype, advance):
+                for part in _parts(reader, list(rows), model, dtype=dtype, advance=advance):
                     file.append(part)
 
 

@@ -103,11 +103,11 @@ GPT_REQUIRED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
 }
 GPT2 = HuggingFaceModel(
-    "gpt2",
-    "GPT2LMHeadModel",
-    "gpt2",
-    "transformer.",
-    _rows(
+    model_type="gpt2",
+    model_class="GPT2LMHeadModel",
+    architecture="gpt2",
+    prefix="transformer.",
+    tensors=_rows(
         GPT_OUTSIDE,
         "transformer.h.{}.",
         _both("norm1", SAME, "ln_1"),
@@ -124,18 +124,18 @@ GPT2 = HuggingFaceModel(
             "mlp.down.bias": (SAME, "mlp.c_proj.bias"),
         },
     ),
-    GPT_OPTIONS,
-    (GPT, GPT_DROPOUT),
-    GPT_REQUIRED,
+    options=GPT_OPTIONS,
+    conversions=(GPT, GPT_DROPOUT),
+    required=GPT_REQUIRED,
     needed={},
     buffers=(".attn.bias", ".attn.masked_bias"),
 )
 GPTJ = HuggingFaceModel(
-    "gptj",
-    "GPTJForCausalLM",
-    "gptj",
-    "transformer.",
-    _rows(
+    model_type="gptj",
+    model_class="GPTJForCausalLM",
+    architecture="gptj",
+    prefix="transformer.",
+    tensors=_rows(
         GPT_OUTSIDE,
         "transformer.h.{}.",
         _both("norm", SAME, "ln_1"),
@@ -147,9 +147,9 @@ GPTJ = HuggingFaceModel(
         _both("mlp.up", SAME, "mlp.fc_in"),
         _both("mlp.down", SAME, "mlp.fc_out"),
     ),
-    GPT_OPTIONS,
-    (GPT, GPT_DROPOUT, ROTARY_DIM),
-    GPT_REQUIRED,
+    options=GPT_OPTIONS,
+    conversions=(GPT, GPT_DROPOUT, ROTARY_DIM),
+    required=GPT_REQUIRED,
     needed={"rotary_interleaved": True},
     buffers=(".attn.bias", ".attn.masked_bias"),
 )
@@ -251,16 +251,16 @@ def _llama(
         options: besides Llama's; see `HuggingFaceModel`.
     """
     return HuggingFaceModel(
-        model_type,
-        model_class,
-        architecture or model_type,
-        "model.",
-        _rows(LLAMA_OUTSIDE, "model.layers.{}.", layers, EXPERTS_IN_MEMORY),
-        LLAMA_OPTIONS | (options or {}),
-        conversions,
-        required,
-        needed or {},
-        kinds,
+        model_type=model_type,
+        model_class=model_class,
+        architecture=architecture or model_type,
+        prefix="model.",
+        tensors=_rows(LLAMA_OUTSIDE, "model.layers.{}.", layers, EXPERTS_IN_MEMORY),
+        options=LLAMA_OPTIONS | (options or {}),
+        conversions=conversions,
+        required=required,
+        needed=needed or {},
+        kinds=kinds,
         buffers=(".rotary_emb.inv_freq",),
         ignored=ignored,
     )
@@ -281,11 +281,11 @@ ROUTED_AND_DENSE = ROUTED | {"moe_ffn_hidden_size": "moe_intermediate_size"}
 
 
 NEOX = HuggingFaceModel(
-    "gpt_neox",
-    "GPTNeoXForCausalLM",
-    "gpt-neox",
-    "gpt_neox.",
-    _rows(
+    model_type="gpt_neox",
+    model_class="GPTNeoXForCausalLM",
+    architecture="gpt-neox",
+    prefix="gpt_neox.",
+    tensors=_rows(
         {
             "token_embedding.weight": "gpt_neox.embed_in.weight",
             "head.norm.weight": "gpt_neox.final_layer_norm.weight",
@@ -304,10 +304,10 @@ NEOX = HuggingFaceModel(
         _both("mlp.down", SAME, "mlp.dense_4h_to_h"),
     )
     + _rows({"head.output.weight": OUTPUT}, ""),  # as their class names it in memory, and our earlier exports
-    {name: theirs for name, theirs in LLAMA_OPTIONS.items() if name != "num_query_groups"}
+    options={name: theirs for name, theirs in LLAMA_OPTIONS.items() if name != "num_query_groups"}
     | {"norm_epsilon": "layer_norm_eps", "hidden_dropout": "hidden_dropout"},
-    (PARTIAL_ROTARY,),
-    {"hidden_act": ("gelu",), "attention_bias": (True,), "use_parallel_residual": (True,)},
+    conversions=(PARTIAL_ROTARY,),
+    required={"hidden_act": ("gelu",), "attention_bias": (True,), "use_parallel_residual": (True,)},
     needed={},
     buffers=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
 )

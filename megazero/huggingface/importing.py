@@ -138,9 +138,9 @@ def import_model(source: Path, output: Path, advance: Callable[[int], None] = la
         config = Config(model=model, data=DataConfig(tokenizer=spec))
         flags = {field.name.replace("_", "-") for field in fields(model)} | ({"tokenizer"} if spec else set())
         write_atomically(folder / "config.toml", to_toml(config, flags).encode())
-        tensors = _tensors(architecture, model, files, names, advance)
+        tensors = _tensors(architecture, model, files, names=names, advance=advance)
         saved, attached = attached_tokenizer(tokenizer)
-        write_checkpoint(folder, 0, shapes, tensors, _state(config, saved).to_json(), attached)
+        write_checkpoint(folder, 0, shapes, tensors=tensors, state=_state(config, saved).to_json(), attached=attached)
     return tokenizer is not None
 
 
@@ -151,7 +151,18 @@ def _state(config: Config, saved_tokenizer: str) -> RunState:
     }
     layout = asdict(Layout())
     model, run = asdict(config.model), uuid.uuid4().hex
-    return RunState(0, 0, 0, None, model, layout, saved, run, weights_only=True, saved_tokenizer=saved_tokenizer)
+    return RunState(
+        iteration=0,
+        consumed_samples=0,
+        updates=0,
+        loss_scale=None,
+        model=model,
+        layout=layout,
+        config=saved,
+        run=run,
+        weights_only=True,
+        saved_tokenizer=saved_tokenizer,
+    )
 
 
 def names_in(files: Source, architecture: HuggingFaceModel, model: ModelConfig) -> dict[str, str]:
@@ -241,7 +252,7 @@ def _tensors(
     """Yield our tensors, one after another, each as bands of its rows in fp32. ValueError if a number is not finite."""
 
     def read(name: str, rows: slice) -> torch.Tensor:
-        parts = [part.float() for _, part in read_rows(files, architecture, model, names, name, rows)]
+        parts = [part.float() for _, part in read_rows(files, architecture, model, names=names, name=name, asked=rows)]
         ours = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         if not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):  # allocates no tensor of its size
             raise ValueError(f"{files.where}: {name} holds values that are not finite")

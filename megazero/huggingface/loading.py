@@ -45,7 +45,7 @@ def open_weights(folder: Path, model: ModelConfig) -> Fill:
                 continue
             name, targets = name.removeprefix("model."), list(shard.views(regions))
             rows = slice(min(r.offset[0] for r in regions), max(r.offset[0] + r.size[0] for r in regions))
-            for first, ours in read_rows(files, architecture, model, names, name, rows):
+            for first, ours in read_rows(files, architecture, model, names=names, name=name, asked=rows):
                 part = Region((first, *[0] * (ours.dim() - 1)), tuple(ours.shape))
                 for region, target in zip(regions, targets, strict=True):
                     if common := intersection(region, part):

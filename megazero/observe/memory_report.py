@@ -43,7 +43,11 @@ def memory_report(engine: Engine, step: Program, op: Op | None) -> str:
     at = next((n for n, known in enumerate(ops) if known is op), None)
     if step.trains and at is not None:
         try:
-            trackers.append(predicted_after(config, mesh.layout, mesh.rank, mesh.device.type == "cpu", at + 1))
+            trackers.append(
+                predicted_after(
+                    config, mesh.layout, mesh.rank, needs_staging_buffer=mesh.device.type == "cpu", num_ops=at + 1
+                )
+            )
             columns += ["predicted", "its peak"]
         except Exception as error:  # the exception that is being reported matters more
             log.error(f"no prediction for the memory report: {type(error).__name__}: {error}")

@@ -43,7 +43,7 @@ class ProgressLine:
         if self.bar is not None:
             self.bar.update(self.task, completed=i, description=left)
         if i % self.interval == 0 or i == self.last or "validation_loss" in record:
-            log.info(line(record, self.last, self.seq_length, self.in_use(), left))
+            log.info(line(record, self.last, self.seq_length, in_use=self.in_use(), left=left))
 
     def close(self) -> None:
         if self.bar is not None:

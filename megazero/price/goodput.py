@@ -68,17 +68,17 @@ def ways(config: Config, device: Device, devices: int, hours: float) -> list[Way
     mtbf, each = hours * SECONDS_PER_HOUR / devices, checkpoint_bytes(config) / devices
     write, copy = each / device.disk_bandwidth, each / device["host.bandwidth"]
     disk_save = copy if config.checkpoint.async_save else write
-    disk = _way("disk", disk_save, write, START_SECONDS + write, mtbf)
+    disk = _way("disk", disk_save, write, restart=START_SECONDS + write, mtbf=mtbf)
     # the copy on another node passes the network, behind the next steps
     sharing = min(devices, device.devices_per_node)
     send = each * sharing / (device["cluster.bandwidth"] * device["cluster.fraction"])
-    memory = _way("memory", copy, send, START_SECONDS + send + copy, mtbf)
+    memory = _way("memory", copy, send, restart=START_SECONDS + send + copy, mtbf=mtbf)
     both = BOTH_COPIES if devices > device.devices_per_node else 1.0  # the only node has no peer
-    rare = _way("disk", disk_save, write, START_SECONDS + write, mtbf / both)
+    rare = _way("disk", disk_save, write, restart=START_SECONDS + write, mtbf=mtbf / both)
     return [disk, memory._replace(goodput=memory.goodput * rare.goodput)]
 
 
 def _way(name: str, save: float, least: float, restart: float, mtbf: float) -> Way:
     """Return the best way with saves that are at least `least` seconds apart."""
     interval = max(least, best_interval(save, mtbf))
-    return Way(name, interval, save, restart, goodput(interval, save, restart, mtbf))
+    return Way(name=name, interval=interval, save=save, restart=restart, goodput=goodput(interval, save, restart, mtbf))

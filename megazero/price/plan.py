@@ -129,7 +129,7 @@ def vocabulary(config: Config) -> int:
 def make_plan(config: Config, layout: Layout, device: Device) -> Plan:
     """Predict a resolved configuration on a device."""
     stages = [stage_bytes(config, layout, pp, device.kind) for pp in range(layout.pp)]
-    return Plan(config, layout, device, stages, step_time(config, layout, device))
+    return Plan(config=config, layout=layout, device=device, stages=stages, time=step_time(config, layout, device))
 
 
 def plan_if_it_fits(config: Config, layout: Layout, device: Device) -> Plan | None:
@@ -142,7 +142,13 @@ def plan_if_it_fits(config: Config, layout: Layout, device: Device) -> Plan | No
         stages.append(stage_bytes(config, layout, pp, device.kind))
         if stages[-1].peak > device.usable_bytes(layout):
             return None
-    return Plan(config, layout, device, stages, step_time(config, layout, device, with_range=False))
+    return Plan(
+        config=config,
+        layout=layout,
+        device=device,
+        stages=stages,
+        time=step_time(config, layout, device, with_range=False),
+    )
 
 
 def advice(plan: Plan) -> Iterator[str]:

@@ -175,20 +175,20 @@ def rehearse(
             record = trainer.iterate()
         stopped = time.perf_counter()
     return Rehearsal(
-        rank,
-        layout.coord(rank),
-        record["memory_bytes"],
-        estimated.memory,
-        allocated.peak,
-        str(allocated.peak_at),
-        allocated.host_peak,
-        record["traffic_bytes"],
-        estimated.traffic,
-        _since(issued, mesh),
-        plan_save(config, layout, rank, trainer.engine.shards()) if saves else None,
-        built - start,
-        stopped - begun,
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        rank=rank,
+        coord=layout.coord(rank),
+        memory=record["memory_bytes"],
+        estimated_memory=estimated.memory,
+        allocated=allocated.peak,
+        allocated_in=str(allocated.peak_at),
+        allocated_host=allocated.host_peak,
+        traffic=record["traffic_bytes"],
+        estimated_traffic=estimated.traffic,
+        collectives=_since(issued, mesh),
+        save=plan_save(config, layout, rank, trainer.engine.shards()) if saves else None,
+        build_seconds=built - start,
+        step_seconds=stopped - begun,
+        host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
     )
 
 

@@ -35,7 +35,14 @@ def pretended_shards(config: Config, layout: Layout, rank: int, dtype: torch.dty
     rules = config.optimizer.rules
     for part in rank_parts(config, layout, rank, declare):
         data = torch.empty(part.stop - part.start, device="meta", dtype=dtype)
-        shard = LocalShard(part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, data)
+        shard = LocalShard(
+            global_shape=part.spec.shape,
+            offset=part.block.offset,
+            local_shape=part.block.shape,
+            start=part.start,
+            stop=part.stop,
+            data=data,
+        )
         found |= {f"{prefix}.{part.spec.name}": shard for prefix in rules.saved(part.spec.kind)}
     return found
 
@@ -62,10 +69,10 @@ def plan_save(config: Config, layout: Layout, rank: int, shards: Mapping[str, Lo
     chunks = own_chunks(mine, shards, whole.skipped[rank])
     rank_seconds += time.perf_counter() - start
     return PlannedSave(
-        rank_seconds,
-        len(sent),
-        coordinator_seconds,
-        sum(data.nbytes for _, data in chunks),
-        len(chunks),
-        sum(prod(shape) for _, shape, _ in whole.tensors.values()) * dtype.itemsize,
+        rank_seconds=rank_seconds,
+        rank_plan_bytes=len(sent),
+        coordinator_seconds=coordinator_seconds,
+        written_bytes=sum(data.nbytes for _, data in chunks),
+        written_chunks=len(chunks),
+        checkpoint_bytes=sum(prod(shape) for _, shape, _ in whole.tensors.values()) * dtype.itemsize,
     )

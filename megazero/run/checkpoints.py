@@ -113,8 +113,10 @@ class Checkpoints:
 
         def begin() -> Callable[[], Path | None]:
             if self.saver is None:
-                return lambda: checkpoint.save(root, iteration, shards, state, group, self.attached)
-            self.saver.start(root, iteration, shards, state, self.attached)
+                return lambda: checkpoint.save(
+                    root, iteration, shards, state=state, group=group, attached=self.attached
+                )
+            self.saver.start(root, iteration, shards, state=state, attached=self.attached)
             return self.saver.finish
 
         if last:
@@ -347,7 +349,7 @@ class Checkpoints:
             self._load_weights(path, state.expert_biases)
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
-        check_data(path, state, self.config, self.fingerprints, self.split_by_tokens)
+        check_data(path, state, self.config, fingerprints=self.fingerprints, split_by_tokens=self.split_by_tokens)
         same = state.optimizer == self.config.optimizer.optimizer
         shards = self._trained() if same else self._weights()
         partial = not same or bool(self.config.training.freeze_parameters)

@@ -76,7 +76,9 @@ class Question(NamedTuple):
     def choose(self, nodes: int) -> Chosen:
         """Search the layout for `nodes`. ValueError if none fits; it names the nodes that are needed."""
         try:
-            return choose_layout(self.of_all, self.given, nodes * self.per_node, self.vocab_size, self.device)
+            return choose_layout(
+                self.of_all, self.given, nodes * self.per_node, vocab_size=self.vocab_size, device=self.device
+            )
         except ValueError as error:
             raise ValueError(f"--elastic {self.config.parallel.elastic}, on {things(nodes, 'node')}: {error}") from None
 

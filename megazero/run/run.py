@@ -155,7 +155,7 @@ class TrainingRun:
         if not self.trainer.leads:
             return Writers([])
         in_use, done = lambda: device_in_use(self.mesh.device), self.trainer.progress.iteration
-        return Writers(open_writers(self.config, done, in_use, self.command, events.about))
+        return Writers(open_writers(self.config, done, in_use, command=self.command, about=events.about))
 
     def _stop(self) -> Wish | None:
         """Save if it is time to; return the reason to stop here, if any.

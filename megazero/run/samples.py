@@ -71,7 +71,13 @@ class TextSampler:
             raise ValueError(f"--sample-prompts {path} needs --tokenizer, to read and write text")
         self.prompts, self.tokenizer, model = read_prompts(path), tokenizer, TrainedModel(engine)
         sampling = Sampling(seed=config.training.seed)
-        self.generator = Generator(model, sampling, num_tokens, model.batch_size, end_of_document(tokenizer))
+        self.generator = Generator(
+            model=model,
+            sampling=sampling,
+            max_new_tokens=num_tokens,
+            batch_size=model.batch_size,
+            eod=end_of_document(tokenizer),
+        )
 
     def run(self) -> list[dict[str, str]]:
         """Return {"prompt", "text"} of every prompt, in order, on rank 0; nothing on the others."""

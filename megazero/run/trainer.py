@@ -71,12 +71,12 @@ class Trainer:
 
         def batches(dataset: Any, num_workers: int, sizes: BatchSizes) -> Batches:
             return Batches(
-                dataset,
-                config.model.seq_length,
-                sizes,
-                config.training.micro_batch_size,
-                mesh.dp.rank,
-                mesh.dp.size,
+                dataset=dataset,
+                seq_length=config.model.seq_length,
+                sizes=sizes,
+                micro_batch_size=config.training.micro_batch_size,
+                dp_rank=mesh.dp.rank,
+                dp_size=mesh.dp.size,
                 eod=eod if config.data.eod_mask_loss else None,
                 document_end=eod if config.data.reset_attention_mask or config.data.reset_position_ids else None,
                 num_workers=num_workers,
@@ -87,7 +87,11 @@ class Trainer:
         split = config.evaluation.eval_split
         full = BatchSizes(config.training.global_batch_size)
         self.evaluator = Evaluator(
-            config, self.engine, datasets, split, lambda samples: batches(samples, workers, full)
+            config=config,
+            engine=self.engine,
+            datasets=datasets,
+            split=split,
+            open_batches=lambda samples: batches(samples, workers, full),
         )
 
     def due(self, interval: int) -> bool:

@@ -81,7 +81,7 @@ def upcycle(
         write_atomically(folder / "config.toml", to_toml(replace(Config(), model=model), names).encode())
         shapes = {f"model.{spec.name}": spec.shape for spec in specs}
         tensors = (_counted(_tensor(TensorReader(path), spec, seed, dtype), advance) for spec in specs)
-        write_checkpoint(folder, 0, shapes, tensors, new.to_json(), attached, dtype)
+        write_checkpoint(folder, 0, shapes, tensors=tensors, state=new.to_json(), attached=attached, dtype=dtype)
 
 
 def _tensor(reader: TensorReader, spec: ParamSpec, seed: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -94,7 +94,7 @@ def _tensor(reader: TensorReader, spec: ParamSpec, seed: int, dtype: torch.dtype
         yield from (mlp.expand(len(range(spec.shape[0])[rows]), *mlp.shape) for rows in bands(spec.shape))
     else:
         whole = LocalBlock((0,) * len(spec.shape), spec.shape, spec.shape)
-        yield initial_values.draw(seed, spec, whole, 0, whole.numel).view(spec.shape).to(dtype)
+        yield initial_values.draw(seed, spec, whole, start=0, stop=whole.numel).view(spec.shape).to(dtype)
 
 
 def _counted(parts: Iterator[torch.Tensor], advance: Callable[[int], None]) -> Iterator[torch.Tensor]:

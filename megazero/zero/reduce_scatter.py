@@ -54,7 +54,7 @@ class Reducer:
             if count > 1:
                 bucket, rows = _packed(bucket, rows, self.pool[slot], even=not unit.uneven)
             self.pending[slot] = self.axis.start_reduce_scatter(
-                bucket, target, add, scratch, rows if unit.uneven else ()
+                bucket, target, add, scratch=scratch, ranges=rows if unit.uneven else ()
             )
         if count > 1:
             unsharded.allocation.end()

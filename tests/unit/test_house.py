@@ -175,6 +175,26 @@ def nothing_forks(sources: Sources) -> Iterator[str]:
                 yield f"{module}:{node.lineno} {found}"
 
 
+MOST_BY_POSITION = 4
+
+
+def long_calls_name_their_arguments(sources: Sources) -> Iterator[str]:
+    """A call of a class or a function of the package has at most four arguments by position."""
+    known = {node.name for tree in sources.values() for node in tree.body if not _takes_any_number(node)}
+    for module, tree in sources.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
+                if sum(not isinstance(argument, ast.Starred) for argument in node.args) > MOST_BY_POSITION:
+                    yield f"{module}:{node.lineno} {node.func.id}"
+
+
+def _takes_any_number(node: ast.stmt) -> bool:
+    """Return whether a statement defines no class or function, or one with `*arguments`."""
+    if isinstance(node, ast.ClassDef):
+        return any(_takes_any_number(each) for each in node.body if getattr(each, "name", "") == "__init__")
+    return not isinstance(node, ast.FunctionDef) or node.args.vararg is not None
+
+
 LAYER_NAMES = {"token_embedding", "position_embedding", "blocks.", "blocks.0", "head"}
 RULES: list[Callable[[Sources], Iterator[str]]] = [
     no_module_level_state,
@@ -184,6 +204,7 @@ RULES: list[Callable[[Sources], Iterator[str]]] = [
     only_the_log_prints,
     nothing_forks,
     a_class_name_has_one_meaning,
+    long_calls_name_their_arguments,
 ]
 
 # (rule, module, a line that breaks the rule there)
@@ -213,6 +234,8 @@ FAULTS = [
     (only_the_stage_names_layers, "zero.zero", "def f(name):\n    return name.startswith('blocks.')"),
     (only_the_stage_names_layers, "zero.zero", "from megazero.model.stage import HEAD"),
     (a_class_name_has_one_meaning, "zero.zero", "class Pipeline: ..."),
+    (long_calls_name_their_arguments, "zero.zero", "Zero([], [], True, 0, 0)"),
+    (long_calls_name_their_arguments, "zero.zero", "def f(*found):\n    return order_of(1, 2, 3, 4, 5, *found)"),
     (only_the_log_prints, "zero.zero", "def f():\n    print('slow')"),
     (only_the_log_prints, "zero.zero", "import sys\nsys.stderr.write('slow')"),
     (nothing_forks, "zero.zero", "from torch.utils.data import DataLoader"),

@@ -155,7 +155,7 @@ class _Events(PretendAxis):
         super().__init__("shard", list(range(size)), 0, needs_staging_buffer=False)
         self.events: list[str] = []
 
-    def start_reduce_scatter(self, whole: torch.Tensor, out: torch.Tensor, add: bool, *_: object) -> Pending:
+    def start_reduce_scatter(self, whole: torch.Tensor, out: torch.Tensor, add: bool, **_: object) -> Pending:
         name = f"{out.storage_offset()}"
         self.events.append(f"start {name}")
         return Pending(lambda: self.events.append(f"wait {name}"))

@@ -31,7 +31,14 @@ def machine(world: World, device: torch.device, folder: str = "") -> Machine:
         free = Available(left, "free on its GPU")
     first = world.rank - world.local_rank  # launchers number the ranks of a node consecutively
     ranks = range(max(0, first), min(first + local_size(world), world.size))
-    return Machine(ranks, device.type, free, host_memory(), whole, _free_space(folder) if folder else None)
+    return Machine(
+        ranks=ranks,
+        device_type=device.type,
+        device=free,
+        host=host_memory(),
+        whole=whole,
+        files=_free_space(folder) if folder else None,
+    )
 
 
 def _free_space(folder: str) -> Available:

@@ -123,7 +123,14 @@ def translate(
         so_far = [own for place in sorted(became) for own in became[place]]
         ours = known | {own.name if own.name in flags() else own.name.removeprefix("no-"): own.values for own in so_far}
         try:
-            flag = ForeignFlag(item.name.lower(), item.values, entry.argument, foreign, ours, count_ranks)
+            flag = ForeignFlag(
+                name=item.name.lower(),
+                values=item.values,
+                argument=entry.argument,
+                foreign=foreign,
+                ours=ours,
+                count_ranks=count_ranks,
+            )
             owns = [own for word in split_items(CONVERSIONS[entry.by](flag)) for own in _own(_spell(word))]
         except Refused as reason:
             answers[at] = Answer(item, (), str(reason))

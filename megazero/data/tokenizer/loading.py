@@ -153,7 +153,7 @@ def _load_hugging_face(spec: str, file: Path) -> Tokenizer:
     backend = Backend.from_file(str(file))
     eod = find_eod(backend.get_vocab(with_added_tokens=True), configured_eos(config))
     others = {name: (file.parent / name).read_bytes() for name in OTHER_FILES if (file.parent / name).is_file()}
-    return FastTokenizer(spec, backend, eod, config, others)
+    return FastTokenizer(spec=spec, backend=backend, eod=eod, settings=config, others=others)
 
 
 def _load_transformers(spec: str, folder: Path) -> Tokenizer:

@@ -111,11 +111,13 @@ class CoreAttention:
         """
         whole = replace(self, cp=None)
         if fused or dealt is None:
-            return whole(q, k, v, fused, None, None, dealt)
+            return whole(q, k, v, fused=fused, rows=None, dealt=dealt)
         count = max(1, most // (q.shape[1] * k.shape[2]))
         queries, indices = q.split(count, dim=2), dealt.indices.split(count, dim=1)
         some = (dealt._replace(indices=part) for part in indices)
-        return torch.cat([whole(q, k, v, fused, None, None, part) for q, part in zip(queries, some, strict=True)])
+        return torch.cat(
+            [whole(q, k, v, fused=fused, rows=None, dealt=part) for q, part in zip(queries, some, strict=True)]
+        )
 
     def capped(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Return scale x q k^T under the soft cap, [b, n/tp, t, s] in q's dtype.
@@ -250,13 +252,13 @@ class Attention(nn.Module):
         device, precision, softcap = self.context.device.type, self.context.precision, self.core.scores.softcap > 0
         fused = functools.partial(is_fused, device, precision, rows is not None, documents is not None, softcap)
         if tokens.cache is None:
-            return self.core(*heads, fused(dealt is not None), rows, documents, dealt)
+            return self.core(*heads, fused=fused(dealt is not None), rows=rows, documents=documents, dealt=dealt)
 
         def prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dealt: DealtTokens | None) -> torch.Tensor:
-            return self.core.prompt(q, k, v, fused(dealt is not None), dealt)
+            return self.core.prompt(q, k, v, fused=fused(dealt is not None), dealt=dealt)
 
         new = (part[0].transpose(0, 1) for part in heads)
-        return tokens.cache.attend(self.number, self.core.scores, prompt, *new, tokens.rows)
+        return tokens.cache.attend(self.number, self.core.scores, prompt, *new, rows=tokens.rows)
 
 
 class FusedAttention(Attention):

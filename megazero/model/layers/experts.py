@@ -241,7 +241,8 @@ class _Branch(NamedTuple):
         total = None
         if layer.shared is not None:
             total = self._shared_backward(y, upper, whole, uppers=uppers, kept=kept_shared)
-        drows, dweights = layer.experts.backward(arranged(arriving.wait(), order), rows, weights, dispatch.groups, kept)
+        darrived = arranged(arriving.wait(), order)
+        drows, dweights = layer.experts.backward(darrived, rows, weights, groups=dispatch.groups, kept=kept)
         assert dweights is not None
         back = [dispatch.start_back(as_arrived(each, order)) for each in (drows, dweights)]
         part = by_expert.sum_rows(back[0].wait())
@@ -267,7 +268,7 @@ class _Branch(NamedTuple):
             both = stream.start_unshard(y), stream.start_unshard(upper)
             whole, uppers = both[0].wait(), both[1].wait()
         gate = None if layer.shared_gate is None else layer.shared_gate(whole)
-        dx, dgate = layer.shared.backward(uppers, whole, gate, RowGroups.one(whole), kept)
+        dx, dgate = layer.shared.backward(uppers, whole, gate, groups=RowGroups.one(whole), kept=kept)
         return dx if layer.shared_gate is None else dx.add_(layer.shared_gate.backward(dgate, whole))
 
 

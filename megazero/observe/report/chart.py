@@ -99,11 +99,13 @@ def line_chart(
 
     drawn = [(line, thin(line.curve)) for line in lines]
     return Chart(
-        title,
-        [(x_at(tick)[0], short(tick)) for tick in ticks(left, right)],
-        [(y_at(tick)[0], y_format(tick)) for tick in (log_ticks(10**low, 10**high) if log else ticks(low, high))],
-        [(x_at(place)[0], meaning) for place, meaning in marks if left <= place <= right],
-        [(line, list(zip(x_at(x), y_at(y), strict=True))) for line, (x, y) in drawn],
+        title=title,
+        x_ticks=[(x_at(tick)[0], short(tick)) for tick in ticks(left, right)],
+        y_ticks=[
+            (y_at(tick)[0], y_format(tick)) for tick in (log_ticks(10**low, 10**high) if log else ticks(low, high))
+        ],
+        marks=[(x_at(place)[0], meaning) for place, meaning in marks if left <= place <= right],
+        lines=[(line, list(zip(x_at(x), y_at(y), strict=True))) for line, (x, y) in drawn],
     )
 
 
@@ -137,12 +139,12 @@ def heat_map(
     labelled = ticks(low, high) if high > low else [low]
     spread = (RIGHT - LEFT) / (high - low + 1)
     return HeatMap(
-        title,
-        x_title,
-        [(round(LEFT + (tick - low + 0.5) * spread, 1), short(tick)) for tick in labelled if tick == int(tick)],
-        [(round(middles[at], 1), names[rows[at]]) for at in _starts(len(rows), 12)],
-        round(0.97 * height, 2),  # a seam between rows
-        [(color, text, cells[color]) for color, text in enumerate(_band_texts()) if cells[color]],
+        title=title,
+        x_title=x_title,
+        x_ticks=[(round(LEFT + (tick - low + 0.5) * spread, 1), short(tick)) for tick in labelled if tick == int(tick)],
+        y_ticks=[(round(middles[at], 1), names[rows[at]]) for at in _starts(len(rows), 12)],
+        height=round(0.97 * height, 2),  # a seam between rows
+        bands=[(color, text, cells[color]) for color, text in enumerate(_band_texts()) if cells[color]],
     )
 
 

@@ -203,7 +203,9 @@ def _loads(run: Run) -> HeatMap | None:
     values = np.full((len(layers), columns), np.nan)
     for row, each in zip(values, found, strict=True):
         np.fmax.at(row, ((each.x - first) * columns // (last - first + 1)).astype(int), each.y)
-    return heat_map("Load of each layer's busiest expert", "iteration", _layers(layers), values, (first, last))
+    return heat_map(
+        "Load of each layer's busiest expert", "iteration", _layers(layers), values=values, columns=(first, last)
+    )
 
 
 def _last_loads(run: Run) -> HeatMap | None:
@@ -214,7 +216,7 @@ def _last_loads(run: Run) -> HeatMap | None:
     choices = np.array(list(record["moe_choices"].values()), dtype=np.float64)
     loads = choices / np.maximum(choices.mean(1, keepdims=True), 1e-9)
     title = f"Loads of all experts in iteration {record['iteration']:,}"
-    return heat_map(title, "expert", _layers(record["moe_choices"]), loads, (0, loads.shape[1] - 1))
+    return heat_map(title, "expert", _layers(record["moe_choices"]), values=loads, columns=(0, loads.shape[1] - 1))
 
 
 def _layers(numbers: Iterable[str]) -> list[str]:

@@ -69,7 +69,7 @@ def least(config: Config, layout: Layout, stage: int) -> Needs:
     each = {kind.name: elements(kind, layout, groups) for kind in different}
     blocks = sum(kind.end is None for kind in kinds)
     total = {group: sum(each[kind.name][group] for kind in kinds) for group in groups}
-    held = least_held(config, layout, total, blocks, stage == layout.last_pp)
+    held = least_held(config, layout, total, blocks=blocks, last=stage == layout.last_pp)
     host = held.pop("host", 0)
     return Needs(held, host)
 
@@ -95,9 +95,12 @@ def memory_copies(config: Config, nodes: int) -> int:
 
 def _problem(config: Config, layout: Layout, rank: int, machine: Machine) -> str:
     """Return why a run does not fit; empty if it does."""
-    return _shortage(config, layout, rank, machine, lambda stage: least(config, layout, stage)) or _shortage(
-        config, layout, rank, machine, lambda stage: estimated(config, layout, stage, machine.device_type)
+    counts: tuple[Callable[[int], Needs], ...] = (
+        lambda stage: least(config, layout, stage),
+        lambda stage: estimated(config, layout, stage, machine.device_type),
     )
+    found = (_shortage(config, layout, rank, machine=machine, count=count) for count in counts)
+    return next(filter(None, found), "")
 
 
 def _shortage(config: Config, layout: Layout, rank: int, machine: Machine, count: Callable[[int], Needs]) -> str:

@@ -150,14 +150,15 @@ def predicted_after(
 def stage_bytes(config: Config, layout: Layout, pp: int, device_type: str) -> StageBytes:
     """Predict the bytes of the fullest rank of pipeline stage `pp`; `config` is resolved."""
     few = Few.of(config.parallel.pipeline_schedule, layout, config.micro_batches(layout.dp))
-    return StageBytes(*few.extend([_of_stage(config, layout, pp, device_type, count).run() for count in few.counts]))
+    found = [_of_stage(config, layout, pp, device_type=device_type, micro_batches=count).run() for count in few.counts]
+    return StageBytes(*few.extend(found))
 
 
 def stage_moments(config: Config, layout: Layout, pp: int, device_type: str) -> list[Moment]:
     """Predict the bytes of the fullest rank of pipeline stage `pp` after every operation of a few micro-batches."""
     few = Few.of(config.parallel.pipeline_schedule, layout, config.micro_batches(layout.dp))
     found = list[Moment]()
-    walk = _of_stage(config, layout, pp, device_type, few.counts[0])
+    walk = _of_stage(config, layout, pp, device_type=device_type, micro_batches=few.counts[0])
     walk.watch = lambda op: found.append(Moment(op, walk.held()))
     walk.run()
     return found
@@ -215,8 +216,10 @@ class _Walk:
         self.config, self.needs_staging_buffer = config, needs_staging_buffer
         coord = layout.coord(rank)
         self.spec = rank_spec(config, layout, coord.pp, declare)
-        layers = layer_sizes(config, layout, self.spec, "cpu" if needs_staging_buffer else "cuda", coord.cp)
-        self.sizes = StepSizes(config, layout, self.spec, layers, layout.places(coord))
+        layers = layer_sizes(
+            config, layout, self.spec, device_type="cpu" if needs_staging_buffer else "cuda", cp_rank=coord.cp
+        )
+        self.sizes = StepSizes(config=config, layout=layout, spec=self.spec, layers=layers, places=layout.places(coord))
         self.tracker = MemoryTracker()
         self.traffic: Counter[str] = Counter(dict.fromkeys(KINDS_OF_TRAFFIC, 0))
         self.allocations: dict[object, Allocation] = {}
@@ -276,15 +279,15 @@ class _Walk:
         memory |= {kind: peak[kind] for kind in PEAKS}
         gathers = self.gathers.values()
         return StageBytes(
-            memory | {"peak": self.tracker.total_peak, "host": peak["host"], "nvme": now["nvme"]},
-            dict(self.traffic),
-            self.activations.peak,
-            self.queued.peak,
-            self.peak,
-            dict(zip(KINDS, self.at_peak, strict=True)),
-            sum(self.sizes.numel.values()),
-            (min(gathers, default=0), max(gathers, default=0)),
-            max(self.reductions.values(), default=0),
+            memory=memory | {"peak": self.tracker.total_peak, "host": peak["host"], "nvme": now["nvme"]},
+            traffic=dict(self.traffic),
+            activations=self.activations.peak,
+            queued=self.queued.peak,
+            peak=self.peak,
+            at_peak=dict(zip(KINDS, self.at_peak, strict=True)),
+            numel=sum(self.sizes.numel.values()),
+            gathers=(min(gathers, default=0), max(gathers, default=0)),
+            reductions=max(self.reductions.values(), default=0),
         )
 
     def execute(self, ops: Ops) -> None:

@@ -118,7 +118,7 @@ def candidates(config: Config, world: int, device: Device, given: Given | None =
                 continue
             if schedule == "zero-bubble-v" and pp * (share // micro) > MOST_OF_A_V:
                 continue
-            for ep, etp in _experts(model, layout.stride("pp"), tp, sequence, fixed):
+            for ep, etp in _experts(model, layout.stride("pp"), tp, sequence=sequence, given=fixed):
                 if within[shard] % ep == 0:
                     found = Candidate(
                         *(tp, cp, pp, schedule, chunks, stage, shard, recompute, partition, sequence, micro, ep, etp)

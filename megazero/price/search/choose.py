@@ -79,13 +79,15 @@ def choose_layout(config: Config, given: Collection[str], world: int, vocab_size
     fixed = {name: value_of(config, name) for name in LAYOUT_FLAGS if name in given}
     # A layout fits an evaluation too, which holds less. Folders are checked once, not for each layout.
     asked = replace(config, checkpoint=CheckpointConfig(), evaluation=EvaluationConfig(), log=LogConfig())
-    search = Search(asked, device, vocab_size, world, fixed)
+    search = Search(config=asked, device=device, vocabulary=vocab_size, world=world, given=fixed)
     plans = search.run()
     if not plans:
         raise ValueError(_none_fits(search, fixed))
     best = plans[0]
     flags = {name: value_of(best.config, name) for name in LAYOUT_FLAGS if name not in fixed}
-    return Chosen(flags, best.seconds, best.stages[best.fullest].peak, best.free, _words(best))
+    return Chosen(
+        flags=flags, seconds=best.seconds, peak=best.stages[best.fullest].peak, free=best.free, layout=_words(best)
+    )
 
 
 def _none_fits(search: Search, fixed: dict[str, Any]) -> str:

@@ -108,7 +108,21 @@ class ClosedTerms:
     def _costs(self, sizes: Sizes, micro: int, sequence: bool, selective: bool) -> StepCosts:
         """Return the costs of the `shallow` model without pipeline and recompute."""
         kept, (tp, cp, ep, etp) = "selective" if selective else "none", sizes
-        c = Candidate(tp, cp, 1, "1f1b", 1, 0, 0, kept, False, sequence, micro, ep, etp)
+        c = Candidate(
+            tp=tp,
+            cp=cp,
+            pp=1,
+            schedule="1f1b",
+            chunks=1,
+            zero_stage=0,
+            shard=0,
+            recompute=kept,
+            partition=False,
+            sequence=sequence,
+            micro_batch=micro,
+            ep=ep,
+            etp=etp,
+        )
         config = c.apply(self.config)
         config = dataclasses.replace(config, model=shallow(config.model))
         layout = self._layout(sizes)
@@ -171,14 +185,16 @@ class ClosedTerms:
     def _layout(self, sizes: Sizes, pp: int = 1, shard: int = 0, chunks: int = 1, v_shaped: bool = False) -> Layout:
         tp, cp, ep, etp = sizes
         dp = data_parallel_size(self.world, pp, tp, cp)
-        return Layout(pp, dp, tp, shard, chunks, v_shaped=v_shaped, cp=cp, ep=ep, expert_tp=etp)
+        return Layout(pp=pp, dp=dp, tp=tp, shards=shard, chunks=chunks, v_shaped=v_shaped, cp=cp, ep=ep, expert_tp=etp)
 
     def _network(self, sizes: Sizes, pp: int, shard: int) -> Network:
         return Network(self.device, self._layout(sizes, pp, shard))
 
     def fits(self, c: Candidate) -> bool:
         """Return whether a layout may fit. States come first, because they need no trace."""
-        usable = self._usable(self._layout(c.sizes, c.pp, c.shard, c.chunks, c.schedule == "zero-bubble-v"))
+        usable = self._usable(
+            self._layout(c.sizes, c.pp, c.shard, chunks=c.chunks, v_shaped=c.schedule == "zero-bubble-v")
+        )
         return self._held(c).rest <= usable and self.memory(c) <= usable
 
     def micro_batches(self, c: Candidate) -> int:
@@ -187,8 +203,8 @@ class ClosedTerms:
 
     def _held(self, c: Candidate) -> _Held:
         """Return the states of the first pipeline rank."""
-        numel = self.on_first(c.sizes, c.pp, c.schedule, c.chunks, c.recompute == "full")
-        return self.states(c.sizes, c.pp, c.zero_stage, c.shard, numel)
+        numel = self.on_first(c.sizes, c.pp, c.schedule, chunks=c.chunks, full=c.recompute == "full")
+        return self.states(c.sizes, c.pp, c.zero_stage, shard=c.shard, numel=numel)
 
     def _on_first(self, sizes: Sizes, pp: int, schedule: str, chunks: int, full: bool) -> tuple[tuple[str, int], ...]:
         """Return the elements of the first pipeline rank, by sharding group."""

@@ -150,7 +150,9 @@ class StepCosts:
         if key not in self.known:
             found = self.events.get((kind, at_once))
             if found is None:
-                found = trace(self.config, self.layout, layer, self.specs, self.device.kind, at_once=at_once).events
+                found = trace(
+                    self.config, self.layout, layer, specs=self.specs, device_type=self.device.kind, at_once=at_once
+                ).events
                 self.events[kind, at_once] = found
             passes = {Forward: found.forward, Recompute: found.recompute, Backward: found.backward}
             self.known[key] = self._simulate(passes.get(type(op), found.weight_gradients))

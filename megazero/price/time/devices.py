@@ -239,7 +239,14 @@ def load_device(name: str) -> Device:
         raise ValueError(f"--device-type {error}; docs/plan.md describes device files") from None
     given = {f"{s}.{key}": c for s in SECTIONS for key, c in asdict(getattr(file, s)).items() if c is not None}
     constants = {key: constant.constant() for key, constant in given.items()}
-    return Device(path.stem, file.kind, constants, file.operators, file.curves, file.cards)
+    return Device(
+        name=path.stem,
+        kind=file.kind,
+        constants=constants,
+        operators=file.operators,
+        curves=file.curves,
+        cards=file.cards,
+    )
 
 
 def find_card(card: str) -> Device | None:

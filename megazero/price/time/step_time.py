@@ -55,7 +55,10 @@ class StepPrograms:
 def step_parts(steps: StepPrograms, device: Device) -> Parts:
     """Simulate a step on a device."""
     network = Network(device, steps.layout)
-    costs = [StepCosts(steps.config, steps.layout, spec, device, network) for spec in steps.specs]
+    costs = [
+        StepCosts(config=steps.config, layout=steps.layout, spec=spec, device=device, network=network)
+        for spec in steps.specs
+    ]
     found = [_simulate([[*p.update, *p.gradients] for p in programs], costs) for programs in steps.programs]
     last = found[-1]
     if found[0].rank != last.rank:  # a tie

@@ -108,7 +108,9 @@ class Recorder(_Recording, TorchDispatchMode):
 
     def axis(self, name: str, ranks: list[int], rank: int, needs_staging_buffer: bool) -> PretendAxis:
         """Return a pretended axis whose collectives are recorded."""
-        return _RecordedAxis(self, name, ranks, rank, needs_staging_buffer)
+        return _RecordedAxis(
+            recorder=self, name=name, ranks=ranks, rank=rank, needs_staging_buffer=needs_staging_buffer
+        )
 
 
 def _size(x: torch.Tensor) -> int:
@@ -138,7 +140,14 @@ def _operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
         names = (argument.name for argument in func._schema.arguments)
         given = dict(zip(names, args, strict=False)) | kwargs
         flops = 4 * q.shape[-1] * _num_scores(name, q, k, given)
-        return Operator(name, num_bytes, dtype, None, flops * 5 // 2 if backward else flops, q.shape[-1])
+        return Operator(
+            name=name,
+            num_bytes=num_bytes,
+            dtype=dtype,
+            product=None,
+            attention_flops=flops * 5 // 2 if backward else flops,
+            head_dim=q.shape[-1],
+        )
     return Operator(name, num_bytes, dtype)
 
 

@@ -55,7 +55,10 @@ def layer_sizes(
 ) -> dict[str, LayerSizes]:
     """Trace every layer of a rank, each kind once. spec: of its pipeline rank; cp_rank: 0 has the most tokens."""
     specs = stage_units(declare(config.model, layout.tp), layout, spec.rank, config.training.freeze_parameters)
-    traces = {name: trace(config, layout, layer, specs, device_type, cp_rank) for name, layer in spec.layers.items()}
+    traces = {
+        name: trace(config, layout, layer, specs=specs, device_type=device_type, cp_rank=cp_rank)
+        for name, layer in spec.layers.items()
+    }
     return {name: traced.sizes for name, traced in traces.items()}
 
 
@@ -63,7 +66,7 @@ def trace_block(config: Config, layout: Layout, device_type: str, name: str = ""
     """Trace a block whose weights all train. name: of the first block of its kind; empty: the model's first block."""
     name = name or declare(config.model, layout.tp).first_block.name
     layer = PlannedLayer(name, (), Use.LAYER, trains=True, passes_gradient=True, kind=name)
-    return trace(config, layout, layer, {}, device_type).sizes
+    return trace(config, layout, layer, specs={}, device_type=device_type).sizes
 
 
 def trace(
@@ -84,7 +87,7 @@ def trace(
         at_once: whether the backward computes the weight gradients, instead of queueing them.
     """
     training = config.training
-    kind = Kind.of(config, layout, layer, specs, device_type, cp_rank)
+    kind = Kind.of(config, layout, layer, specs=specs, device_type=device_type, cp_rank=cp_rank)
     return _trace(kind, training.grad_dtype, config.micro_batches(layout.dp) > 1, at_once)
 
 
@@ -148,27 +151,27 @@ class Kind(NamedTuple):
             s.name.replace(layer.name, layer.kind, 1) for unit in layer.units for s in specs[unit] if not s.trains
         )
         return cls(
-            shallow(config.model),
-            config.training.precision,
-            config.training.micro_batch_size,
-            config.activations.recompute,
-            config.parallel.sequence_parallel,
-            layout.tp,
-            device_type,
-            layer.kind,
-            layer.use,
-            layer.passes_gradient,
-            tuple(frozen),
-            config.data.reset_attention_mask,
-            config.data.reset_position_ids,
-            config.training.kernels_on(device_type),
-            layout.cp,
-            dealt_tokens(config, layout, cp_rank),
-            dealt_multiple(config),
-            config.parallel.cp_exchange == "ring",
-            layout.ep,
-            layout.expert_tp,
-            min(config.plan.moe_plan_imbalance, layout.ep),  # at most all rows arrive at one rank
+            model=shallow(config.model),
+            precision=config.training.precision,
+            micro_batch_size=config.training.micro_batch_size,
+            recompute=config.activations.recompute,
+            sequence_parallel=config.parallel.sequence_parallel,
+            tp=layout.tp,
+            device_type=device_type,
+            layer=layer.kind,
+            use=layer.use,
+            passes_gradient=layer.passes_gradient,
+            frozen=tuple(frozen),
+            reset_attention_mask=config.data.reset_attention_mask,
+            reset_position_ids=config.data.reset_position_ids,
+            kernels=config.training.kernels_on(device_type),
+            cp=layout.cp,
+            tokens=dealt_tokens(config, layout, cp_rank),
+            multiple=dealt_multiple(config),
+            ring=config.parallel.cp_exchange == "ring",
+            ep=layout.ep,
+            expert_tp=layout.expert_tp,
+            imbalance=min(config.plan.moe_plan_imbalance, layout.ep),  # at most all rows arrive at one rank
         )
 
 
@@ -219,7 +222,7 @@ class Traced:
         recorder.differences.sums_replicated = kind.sequence_parallel and layout.etp < layout.tp
         most = kind.tokens in (0, share(length, kind.cp, 0, kind.multiple))
         rank = layout.rank(Coord(0, 0, 0 if most else kind.cp - 1, 0))  # ranks with as many tokens cost the same
-        self.mesh = pretend_mesh(layout, rank, device, staging, recorder.axis)
+        self.mesh = pretend_mesh(layout, rank, device, needs_staging_buffer=staging, make=recorder.axis)
         self.mesh.ep.imbalance = kind.imbalance
         self.tracker = MemoryTracker()
         self.context = Context(
@@ -372,7 +375,19 @@ def shallow(model: ModelConfig) -> ModelConfig:
 @functools.lru_cache(maxsize=64)
 def _matrix_flops(model: ModelConfig, layer: str, use: Use) -> int:
     """Return the FLOPs of a forward of one sample without those of fused attention, on one rank, without padding."""
-    kind = Kind(model, "fp32", 1, "none", False, 1, "cpu", layer, use, False, ())
+    kind = Kind(
+        model=model,
+        precision="fp32",
+        micro_batch_size=1,
+        recompute="none",
+        sequence_parallel=False,
+        tp=1,
+        device_type="cpu",
+        layer=layer,
+        use=use,
+        passes_gradient=False,
+        frozen=(),
+    )
     with kind.stand_in() as device, torch.no_grad():
         recorder = Recorder()
         traced = Traced(kind, device, recorder, padded=False)
