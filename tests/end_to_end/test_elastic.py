@@ -68,6 +68,7 @@ def test_a_run_that_never_trained_is_not_tried_again(tmp_path):
             assert "failures in a row" not in run.said(name)
 
 
+@pytest.mark.second
 def test_a_node_with_another_command_does_not_join(tmp_path):
     """It is refused at once, and the run does not notice. The same folder by a relative path is no difference."""
     steps, save, lr = [str(10**6)], ["--save", str(tmp_path / "s")], ["--lr", "1e-3"]

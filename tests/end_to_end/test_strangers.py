@@ -106,6 +106,7 @@ def test_a_run_of_one_machine_unpickles_nothing(tmp_path):
     assert not strangers[0].done.exists()
 
 
+@pytest.mark.second
 def test_an_elastic_run_unpickles_its_nodes_values_alone(tmp_path):
     """From before its first meeting to its end, which strangers cannot announce either."""
     run = ElasticRun(tmp_path, "1:1", [10**6, "--save", tmp_path / "saved"], STAND_IN, NEVER_LOST)

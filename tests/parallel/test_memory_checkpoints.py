@@ -607,7 +607,7 @@ def rewrite(folder: Path, state: dict[str, Any] | None = None, about: dict[str, 
     (folder / "manifest.json").write_text(manifest.checked_text(about))
 
 
-@pytest.mark.parametrize("file", ["state.json", "manifest.json"])
+@pytest.mark.parametrize("file", [pytest.param("state.json", marks=pytest.mark.second), "manifest.json"])
 def test_contents_that_no_run_writes_are_passed_over(tmp_path: Path, file: str) -> None:
     """The disk has iteration 1, memory 2. The copy is loaded if the change is of no account; else the disk's."""
     saved, memory, away = tmp_path / "saved", tmp_path / "memory", tmp_path / "away"
