@@ -265,11 +265,12 @@ def test_a_disk_that_fails_or_a_kill_loses_no_more_than_other_runs_do(
     whole.end(0)
     recorded = len(losses(tmp_path / "a"))
     resumed = start([[*flags, "--train-iters", 9, *saves]])[0]
-    assert re.search(r"goodput   [0-9.]+% of \d+:\d\d in steps that are kept; ", resumed.end(0))
+    goodput = re.search(r"goodput   [0-9.]+% of \d+:\d\d in steps that are kept; ", resumed.end(0))
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     events = [json.loads(line) for line in (tmp_path / "a" / "events.jsonl").read_text().splitlines()]
     again = [event for event in events if event["event"] == "start"][1]
     assert again["lost_iterations"] == recorded - again["iteration"]
+    assert bool(goodput) == (again["lost_iterations"] > 0)  # none if the kill came just after a save
     assert list(again["seconds"]) == ["process", "checks", "joining", "model", "checkpoint"]
 
 
