@@ -179,7 +179,7 @@ MOST_BY_POSITION = 4
 
 
 def long_calls_name_their_arguments(sources: Sources) -> Iterator[str]:
-    """A call of a class or a function of the package has at most four arguments by position; Triton's are by position."""
+    """A call of a class or a function of the package has at most four arguments by position, except Triton's."""
     nodes = [node for tree in sources.values() for node in tree.body]
     named = [node for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
     known = {node.name for node in named} - {node.name for node in named if _takes_any_number(node)}
