@@ -103,11 +103,13 @@ def _lost(root: Path, owner: Generation) -> ValueError:
 
 
 def _owner(root: Path) -> Generation | None:
-    """Return the start that saves into `root`; None if none has."""
+    """Return the start that saves into `root`; None if none has. ValueError if the file is damaged."""
     try:
         return decode(read_small(root / OWNER), Generation, root / OWNER)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except ValueError as error:
+        raise ValueError(f"--save {root}: {error}; if no other run saves there, delete this file") from None
 
 
 def _claim(root: Path, start: Generation) -> None:

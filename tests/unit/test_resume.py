@@ -371,6 +371,16 @@ def test_a_frozen_process_of_an_earlier_generation_changes_nothing_later(
     assert number > 30
 
 
+@for_each("text", [b"", b"{}", b'["a", 0, 1]'])
+def test_a_damaged_owner_refuses_the_run_with_a_way_out(text: bytes, tmp_path: Path) -> None:
+    owner = tmp_path / ".owner"
+    owner.write_bytes(text)
+    with pytest.raises(ValueError, match=rf"^--save {tmp_path}: {owner}: .*; if no other run saves there, delete this"):
+        SaveLock(tmp_path)
+    owner.unlink()
+    SaveLock(tmp_path).release()
+
+
 def test_who_saves_after_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generation takes the lock from an earlier one of its run alone."""
     monkeypatch.setenv("MEGAZERO_GENERATION", "3")
