@@ -43,26 +43,28 @@ class Jitter:
     def __init__(self, pid: int, seed: int) -> None:
         self.pid, self.draw = pid, random.Random(seed)
         self.count = 0
-        self._until: dict[int, float] = {}  # stopped process -> end of its stop
+        self.stopped: dict[int, float] = {}  # process -> end of its stop
 
     def turn(self) -> None:
         """End the stops that are over, and begin another one."""
         now = time.monotonic()
-        for pid in [pid for pid, until in self._until.items() if until <= now]:
+        for pid in [pid for pid, until in self.stopped.items() if until <= now]:
             self._resume(pid)
-        running = [pid for pid in descendants(self.pid)[1:] if pid not in self._until and state(pid) in ("R", "S", "D")]
-        if len(self._until) + 1 <= min(AT_ONCE, SHARE * (len(running) + len(self._until))):
+        running = [
+            pid for pid in descendants(self.pid)[1:] if pid not in self.stopped and state(pid) in ("R", "S", "D")
+        ]
+        if len(self.stopped) + 1 <= min(AT_ONCE, SHARE * (len(running) + len(self.stopped))):
             pid = self.draw.choice(sorted(running))
-            self._until[pid] = now + self.draw.uniform(SHORTEST, LONGEST)
+            self.stopped[pid] = now + self.draw.uniform(SHORTEST, LONGEST)
             self.count += 1
             send(pid, signal.SIGSTOP)
 
     def _resume(self, pid: int) -> None:
-        del self._until[pid]
+        del self.stopped[pid]
         send(pid, signal.SIGCONT)
 
     def end(self) -> None:
-        for pid in list(self._until):
+        for pid in list(self.stopped):
             self._resume(pid)
 
 

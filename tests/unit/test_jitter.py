@@ -25,12 +25,15 @@ def test_a_process_that_others_have_stopped_is_left_alone() -> None:
         frozen, *running = descendants(parent.pid)[1:]
         os.kill(frozen, signal.SIGSTOP)
         wait(lambda: jitter.state(frozen) == "T")
-        stops.turn()
-        wait(lambda: sum(jitter.state(pid) == "T" for pid in running) == 1)
-        assert stops.count == 1 and jitter.state(parent.pid) == "S"
+        wait(
+            lambda: stops.turn() or stops.count == 1
+        )  # none while others have stopped the rest, as a loaded machine may
+        (stopped,) = stops.stopped
+        assert stopped in running
+        wait(lambda: jitter.state(stopped) == "T")
         stops.end()
-        wait(lambda: all(jitter.state(pid) == "S" for pid in running))
-        assert jitter.state(frozen) == "T"
+        wait(lambda: jitter.state(stopped) != "T")
+        assert not stops.stopped and jitter.state(frozen) == "T"
     finally:
         for pid in reversed(descendants(parent.pid)):
             os.kill(pid, signal.SIGKILL)
