@@ -54,7 +54,7 @@ class Exports:
     def resume(self, progress: Progress) -> None:
         """Clear the remains of an export that was killed, and repeat it if it was of the checkpoint that is loaded."""
         if self.leads:
-            for leftover in self.root.glob(f".*{PARTIAL}"):
+            for leftover in self.root.glob(f".*iter_[0-9]*{PARTIAL}"):
                 shutil.rmtree(leftover, ignore_errors=True)
         saved, interval = self.checkpoints.saved_at, self.options.save_hf_interval
         if saved is not None and (self.root / folder_name(saved)).exists():

@@ -69,8 +69,12 @@ def test_a_resume_repeats_the_export_that_was_killed(corpus: str, tmp_path: Path
     go(exporting(corpus, tmp_path, 4, writer, save_hf_interval=2))
     left = tmp_path / "exports" / ".iter_0000004.partial"
     (tmp_path / "exports" / "iter_0000004").rename(left)
+    inner, other = (left.with_name(name) for name in ("..iter_0000004.partial.partial", ".download.partial"))
+    inner.mkdir()
+    other.mkdir()  # another program's
     go(exporting(corpus, tmp_path, 5, writer, save_hf_interval=2))
     assert writer.written[2:] == ["iter_0000004", "iter_0000005"] and not left.exists()
+    assert not inner.exists() and other.exists()
     # a run that goes back replaces the exports of the iterations that it repeats
     (tmp_path / "exports" / "iter_0000004" / "of").write_text("abandoned")
     back = exporting(corpus, tmp_path, 4, writer, save_hf_interval=2)
