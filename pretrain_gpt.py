@@ -11,13 +11,14 @@ from __future__ import annotations
 import gc
 import sys
 
-# Modules that need torch are imported in functions, so that bad flags are refused without seconds of imports.
-from megazero.comm.launch.world import World, read_world, report_to_launcher, under_torchrun
-from megazero.config.cli import Command, read
-from megazero.config.validate import check_values, plans
-from megazero.huggingface.model_flags import find_model
+from megazero.flags.cli import Command, read
+from megazero.flags.validate import check_values, plans
+from megazero.interop.huggingface.model_flags import find_model
 from megazero.log import log, log_as
 from megazero.run.stopping import Signals, again_words
+
+# Modules that need torch are imported in functions, so that bad flags are refused without seconds of imports.
+from megazero.world import World, read_world, report_to_launcher, under_torchrun
 
 
 def main(argv: list[str]) -> None:
@@ -58,7 +59,7 @@ def read_command(argv: list[str]) -> tuple[Command, World]:
 
 def train(command: Command, world: World) -> None:
     """Prepare the run, join the other ranks, train, and exit."""
-    from megazero.comm.launch import launch
+    from megazero.cluster import launch
     from megazero.command import train as training
 
     with Signals(again_words(under_torchrun(), command.config.parallel.elastic)) as signals:

@@ -2,7 +2,7 @@
 """Measure saved bytes and step time of every recompute mode, on 1, 2 and 4 tensor-parallel ranks.
 
 For each tensor-parallel size the modes run on the same ranks and take turns, step by step, in alternating order. A
-ratio compares with "none" in the same round. Bytes are of one block and micro-batch, predicted by `price.trace.trace`
+ratio compares with "none" in the same round. Bytes are of one block and micro-batch, predicted by `planner.trace.trace`
 and counted as live storages after the forward. On a CPU both are asserted equal, and kept inputs on the host equal
 the tracker's count. Korthikanti: his formula for Megatron. GPUs run in bf16, one per rank.
 
@@ -30,14 +30,14 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.measure import interval
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.layout.topology import Layout
-from megazero.price.bytes.estimate import estimate
-from megazero.step.batch import MicroBatch
-from megazero.step.engine import Engine
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.step.batch import MicroBatch
+from megazero.engine.step.engine import Engine
+from megazero.flags.resolve import resolve
+from megazero.planner.bytes.estimate import estimate
 from tests.helpers.block_bytes import block_saves, kept_by_a_block, korthikanti
 
 

@@ -33,11 +33,11 @@ import torch.multiprocessing
 from benchmarks.measure import interval
 from megazero import checkpoint
 from megazero.checkpoint import manifest, planning, storage
-from megazero.config.cli import parse
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.rehearse.saves import pretended_shards
-from megazero.zero.shards import LocalShard
+from megazero.command.rehearsal.rehearsed_save import pretended_shards
+from megazero.engine.model.stage import declare
+from megazero.engine.zero.shards import LocalShard
+from megazero.flags.cli import parse
+from megazero.flags.resolve import resolve
 
 COMPARED = (
     *(("write ours", "write plain"), ("write DCP", "write plain"), ("read ours", "read plain")),

@@ -14,19 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch.optim.adamw import adamw
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import Config, ModelConfig, TrainingConfig
-from megazero.memory.host import Available, host_memory
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.layout.topology import Layout
-from megazero.plan.program.operations import COMPUTE
-from megazero.plan.program.program import program
-from megazero.plan.program.rank_spec import rank_spec
-from megazero.price.time.costs import StepCosts
-from megazero.price.time.devices import SECTIONS, Constant, Curves, Device
-from megazero.step.batch import MicroBatch
-from megazero.step.engine import Engine
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.program.operations import COMPUTE
+from megazero.engine.plan.program.program import program
+from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.engine.step.batch import MicroBatch
+from megazero.engine.step.engine import Engine
+from megazero.flags.resolve import resolve
+from megazero.host import Available, host_memory
+from megazero.planner.time.costs import StepCosts
+from megazero.planner.time.devices import SECTIONS, Constant, Curves, Device
 from tests.helpers.ranks import Program, Ranks
 
 SIDES = (32, 64, 128, 256, 512, 1024)  # of square products
@@ -53,7 +53,7 @@ def seconds_of(function: Callable[[], Any], least: float = 0.01) -> float:
 
 
 def operators(n: int) -> dict[str, Callable[[], Any]]:
-    """Operators of a training step on n elements, as rows of 256; with `price.trace.kernels`' names."""
+    """Operators of a training step on n elements, as rows of 256; with `planner.trace.kernel_records`' names."""
     x = torch.randn(n // 256 or 1, min(n, 256))
     dy, out, w = torch.randn_like(x), torch.empty_like(x), torch.ones(x.shape[1])
     _, mean, rstd = torch.native_layer_norm(x, x.shape[1:], w, w, 1e-5)
@@ -82,7 +82,7 @@ def operators(n: int) -> dict[str, Callable[[], Any]]:
     }  # fmt: skip
 
 
-# tensors of n elements that an operator moves, as `price.trace.kernels` counts
+# tensors of n elements that an operator moves, as `planner.trace.kernel_records` counts
 MOVED = {"add": 3, "mul_": 2, "sub_": 2, "exp_": 5, "amax": 1, "sum": 1, "gelu_backward": 3, "adamw": 7}
 MOVED |= {"native_layer_norm_backward": 3}
 

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.measure import interval
-from megazero.kernels.dropout import Dropout, Rows
-from megazero.kernels.initial_values import seed_of
+from megazero.engine.kernels.dropout import Dropout, Rows
+from megazero.engine.kernels.initial_values import seed_of
 
 SEED, PROBABILITY = 1234, 0.1
 Times = dict[str, list[float]]  # seconds of each round
@@ -104,12 +104,12 @@ def passes(shape: tuple[int, ...], rounds: int, device: torch.device) -> Times:
 
 def training_steps(rounds: int, device: torch.device) -> Times:
     """4 layers, hidden 512, 8 heads, sequence 256, two samples."""
-    from megazero.comm.mesh.mesh import Mesh
-    from megazero.config.schema import Config, ModelConfig, TrainingConfig
-    from megazero.model.stage import declare
-    from megazero.plan.layout.resolve import resolve
-    from megazero.step.batch import MicroBatch
-    from megazero.step.engine import Engine
+    from megazero.engine.mesh.mesh import Mesh
+    from megazero.engine.model.stage import declare
+    from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
+    from megazero.engine.step.batch import MicroBatch
+    from megazero.engine.step.engine import Engine
+    from megazero.flags.resolve import resolve
 
     layers, h, n, s, v, b = 4, 512, 8, 256, 8192, 2
     ids = torch.randint(0, v, (b, s + 1), generator=torch.Generator().manual_seed(0))

@@ -37,13 +37,13 @@ from rich.table import Table
 from benchmarks import peers
 from benchmarks.peers import System, Training
 from benchmarks.processes import Job, alive, isolate, quotients, shown, take_turns
-from megazero.comm.mesh.collectives import AsyncTensor
-from megazero.config.schema import Config
-from megazero.kernels.grouped import GroupedProducts, RowGroups
-from megazero.kernels.matmul import Products, has_onednn
-from megazero.model.layers import experts as layers
-from megazero.model.layers.dispatch import Dispatch, SortedRows
-from megazero.model.layers.router import Router
+from megazero.engine.kernels.grouped import GroupedProducts, RowGroups
+from megazero.engine.kernels.matmul import Products, has_onednn
+from megazero.engine.mesh.collectives import AsyncTensor
+from megazero.engine.model.dispatch import Dispatch, SortedRows
+from megazero.engine.model.experts import experts as layers
+from megazero.engine.model.experts.router import Router
+from megazero.engine.options.schema import Config
 
 LOSS_GAP = 1e-4  # relative, in fp32
 REST, WAITS = "the rest of the step", "waits"
@@ -98,7 +98,7 @@ class PlainMixtral(nn.Module):
     def __init__(self, products: str, config: Config) -> None:
         from transformers import MixtralForCausalLM
 
-        from megazero.huggingface.families import family_of
+        from megazero.interop.huggingface.families import family_of
 
         super().__init__()
         model = config.model

@@ -23,16 +23,16 @@ import torch.distributed as dist
 from benchmarks import peers
 from benchmarks.measure import ratio_interval
 from benchmarks.peers import Work
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import Config, TrainingConfig
-from megazero.kernels.choices import choose_matmul_backend
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.price.bytes.estimate import stage_bytes
-from megazero.price.time.devices import known_devices, load_device
-from megazero.price.trace.trace import model_flops
-from megazero.step.batch import MicroBatch
-from megazero.step.engine import Engine
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config, TrainingConfig
+from megazero.engine.step.batch import MicroBatch
+from megazero.engine.step.engine import Engine
+from megazero.flags.resolve import resolve
+from megazero.planner.bytes.estimate import stage_bytes
+from megazero.planner.time.devices import known_devices, load_device
+from megazero.planner.trace.trace import model_flops
+from megazero.run.kernel_choices import choose_matmul_backend
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Own:
         return result.loss
 
     def predicted_peak(self, device: torch.device) -> int:
-        """Bytes at the peak by `price.bytes.estimate.stage_bytes`, saved tensors included."""
+        """Bytes at the peak by `planner.bytes.estimate.stage_bytes`, saved tensors included."""
         return stage_bytes(self.config, self.layout, 0, device.type).peak
 
 

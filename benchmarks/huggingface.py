@@ -19,11 +19,11 @@ import torch
 import tyro
 
 from megazero.checkpoint.streaming import bands, write_checkpoint
-from megazero.config.cli import parse
-from megazero.config.schema import ModelConfig
-from megazero.huggingface.export import shapes_of
-from megazero.model.stage import declare
-from megazero.plan.layout.layers import num_parameters
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import ModelConfig
+from megazero.engine.plan.layout.layers import num_parameters
+from megazero.flags.cli import parse
+from megazero.interop.huggingface.export import shapes_of
 from megazero.run.run_state import RunState
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -23,17 +23,17 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.predict import mock_batches
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.cli import read
-from megazero.config.flags import LAYOUT_FLAGS, as_flag, value_of
-from megazero.config.schema import Config
-from megazero.memory.host import Machine, host_memory
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.price.search.candidates import candidates
-from megazero.price.search.choose import choose_layout, device_of_ranks
-from megazero.price.time.step_time import step_time
-from megazero.step.engine import Engine
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config
+from megazero.engine.step.engine import Engine
+from megazero.flags.cli import read
+from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, value_of
+from megazero.flags.resolve import resolve
+from megazero.host import Machine, host_memory
+from megazero.planner.search.candidates import candidates
+from megazero.planner.search.choose import choose_layout, device_of_ranks
+from megazero.planner.time.step_time import step_time
 from tests.helpers.ranks import Program, Ranks
 
 MODEL = "--preset tiny --vocab-size 257 --mock-data --layout auto"

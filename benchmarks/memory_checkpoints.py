@@ -23,12 +23,12 @@ import torch
 import tyro
 
 from benchmarks.measure import interval
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.cli import parse
-from megazero.config.schema import CheckpointConfig
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import CheckpointConfig
+from megazero.flags.cli import parse
+from megazero.flags.resolve import resolve
 from megazero.log import log_as
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
 from megazero.run.inputs import open_data
 from tests.helpers.ranks import Forked, Ranks
 from tests.helpers.runs import new_run

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import torch
 
-from megazero.plan.program.operations import Asynchronous, Update, axis_of
+from megazero.engine.plan.program.operations import Asynchronous, Update, axis_of
 from tests.helpers.ranks import ROOT
 
 # name of an operation that communicates -> its axis

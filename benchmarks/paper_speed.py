@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.reports.pictures import bars
 from benchmarks.reports.published import FIGURE_2_BASELINE, FIGURE_2_ZERO, FIGURE_3, FIGURE_6, ZeroRun
-from megazero.config.cli import parse
-from megazero.config.schema import Config
-from megazero.model.stage import declare
-from megazero.plan.layout.layers import num_parameters
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.layout.topology import Layout
-from megazero.price.bytes.estimate import stage_bytes
-from megazero.price.time.devices import Device, load_device
-from megazero.price.time.step_time import Parts, StepPrograms, step_parts
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config
+from megazero.engine.plan.layout.layers import num_parameters
+from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.cli import parse
+from megazero.flags.resolve import resolve
+from megazero.planner.bytes.estimate import stage_bytes
+from megazero.planner.time.devices import Device, load_device
+from megazero.planner.time.step_time import Parts, StepPrograms, step_parts
 
 # The paper does not state sequence length and vocabulary of its evaluation: our assumption.
 ASSUMED = "--seq-length 1024 --vocab-size 50257 --precision fp16 --grad-dtype fp16 --recompute full"

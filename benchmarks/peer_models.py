@@ -15,12 +15,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from megazero.config.schema import Config, ModelConfig
-from megazero.kernels import initial_values
-from megazero.model.stage import declare
-from megazero.plan.layout.layers import stage_units
-from megazero.plan.layout.parameters import LocalBlock
-from megazero.plan.layout.topology import Layout
+from megazero.engine.kernels import initial_values
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config, ModelConfig
+from megazero.engine.plan.layout.layers import stage_units
+from megazero.engine.plan.layout.parameters import LocalBlock
+from megazero.engine.plan.layout.topology import Layout
 
 
 class PlainBlock(nn.Module):
@@ -90,7 +90,7 @@ class PlainLlama(nn.Module):
     def __init__(self, model: ModelConfig, seed: int) -> None:
         from transformers import LlamaForCausalLM
 
-        from megazero.huggingface.families import family_of
+        from megazero.interop.huggingface.families import family_of
 
         super().__init__()
         family = family_of(model)
@@ -122,7 +122,7 @@ class TorchtitanLlama(nn.Module):
             RMSNorm,
         )
 
-        from megazero.huggingface.families import family_of
+        from megazero.interop.huggingface.families import family_of
 
         super().__init__()
         h, v, zeros = model.hidden_size, model.vocab_size, {"weight": nn.init.zeros_}  # overwritten below

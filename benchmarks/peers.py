@@ -19,8 +19,8 @@ import torch
 import torch.nn as nn
 
 from benchmarks.peer_models import TorchtitanLlama, plain_model
-from megazero.config.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
-from megazero.model.stage import declare
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
 
 
 @dataclass(frozen=True)
@@ -284,11 +284,11 @@ def megazero(work: Work, device: torch.device, stage: int) -> Training:
     """Its own engine; the loss is the mean over all ranks."""
     import torch.distributed as dist
 
-    from megazero.comm.mesh.mesh import Mesh
-    from megazero.kernels.choices import choose_matmul_backend
-    from megazero.plan.layout.resolve import resolve
-    from megazero.step.batch import MicroBatch
-    from megazero.step.engine import Engine
+    from megazero.engine.mesh.mesh import Mesh
+    from megazero.engine.step.batch import MicroBatch
+    from megazero.engine.step.engine import Engine
+    from megazero.flags.resolve import resolve
+    from megazero.run.kernel_choices import choose_matmul_backend
 
     config, layout = resolve(work.config(stage), work.ranks, 0, declare)
     mesh = Mesh.build(layout, dist.get_rank(), device)

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 from benchmarks.processes import Job, alive, isolate
-from megazero.plan.schedule.schedules import SCHEDULES
+from megazero.engine.plan.schedule.schedules import SCHEDULES
 from tests.helpers.asleep import Work, asleep
 
 

@@ -28,11 +28,11 @@ from benchmarks import peers
 from benchmarks.peer_models import PlainBlock, draw_weights
 from benchmarks.peers import Training
 from benchmarks.processes import Job, alive, isolate, quotients, shown, take_turns
-from megazero.config.schema import Config, ModelConfig
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.layout.topology import Layout
-from megazero.plan.schedule.schedules import SCHEDULES
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config, ModelConfig
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.schedule.schedules import SCHEDULES
+from megazero.flags.resolve import resolve
 
 LOSS_GAP = 1e-5  # relative: fp32, other kernels for the loss
 # our schedule -> theirs, and the virtual stages per rank there
@@ -148,9 +148,9 @@ def megazero(work: Work, device: torch.device) -> Training:
     """Its own engine, under the same schedule."""
     import torch.distributed as dist
 
-    from megazero.comm.mesh.mesh import Mesh
-    from megazero.step.batch import MicroBatch
-    from megazero.step.engine import Engine
+    from megazero.engine.mesh.mesh import Mesh
+    from megazero.engine.step.batch import MicroBatch
+    from megazero.engine.step.engine import Engine
 
     config, layout = work.resolved()
     engine = Engine(config, Mesh.build(layout, dist.get_rank(), device))

@@ -22,15 +22,15 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import device
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.cli import parse
-from megazero.config.schema import Config
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.layout.topology import Layout
-from megazero.price.time.step_time import step_time
-from megazero.step.batch import MicroBatch
-from megazero.step.engine import Engine
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.step.batch import MicroBatch
+from megazero.engine.step.engine import Engine
+from megazero.flags.cli import parse
+from megazero.flags.resolve import resolve
+from megazero.planner.time.step_time import step_time
 from tests.helpers.ranks import Program, Ranks
 
 MODEL = (

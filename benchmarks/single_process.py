@@ -22,15 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.measure import interval
-from megazero.comm.launch import launch
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import Config, ModelConfig, TrainingConfig
-from megazero.kernels.choices import choose_matmul_backend
-from megazero.model.layers.context import DTYPES
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.step.batch import MicroBatch
-from megazero.step.engine import Engine
+from megazero.cluster import launch
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.layers.context import DTYPES
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
+from megazero.engine.step.batch import MicroBatch
+from megazero.engine.step.engine import Engine
+from megazero.flags.resolve import resolve
+from megazero.run.kernel_choices import choose_matmul_backend
 
 
 @dataclass(frozen=True)

@@ -28,19 +28,19 @@ import torch.nn as nn
 from benchmarks.peer_models import PlainBlock, draw_weights
 from benchmarks.peers import Training
 from benchmarks.peers import Work as GPTWork
-from megazero.comm.mesh.collectives import Axis
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import Config, ModelConfig
-from megazero.kernels.choices import choose_matmul_backend
-from megazero.model.layers.context import DeviceBatch, MicroBatchInfo
-from megazero.model.stage import declare
-from megazero.optim.step import StepParams
-from megazero.plan.layout.layers import Use
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.program.operations import GradNorm, Open, Update
-from megazero.plan.program.program import Program, program
-from megazero.plan.program.rank_spec import RankSpec
-from megazero.step.engine import Engine
+from megazero.engine.mesh.collectives import Axis
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.layers.context import DeviceBatch, MicroBatchInfo
+from megazero.engine.model.stage import declare
+from megazero.engine.optim.step import StepParams
+from megazero.engine.options.schema import Config, ModelConfig
+from megazero.engine.plan.layout.layers import Use
+from megazero.engine.plan.program.operations import GradNorm, Open, Update
+from megazero.engine.plan.program.program import Program, program
+from megazero.engine.plan.program.rank_spec import RankSpec
+from megazero.engine.step.engine import Engine
+from megazero.flags.resolve import resolve
+from megazero.run.kernel_choices import choose_matmul_backend
 
 NOT_BLOCKS = ("*_embedding.weight", "head.*")
 LR = 1e-6  # so small that hundreds of steps from one fixed gradient do not move the numbers to where they are slow

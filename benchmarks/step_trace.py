@@ -23,8 +23,8 @@ import torch
 from torch.autograd import DeviceType
 
 from benchmarks import gpu
+from megazero.engine.plan.program.operations import Backward, BackwardWeights, inner
 from megazero.observe.timeline import Interval, Timeline
-from megazero.plan.program.operations import Backward, BackwardWeights, inner
 
 FLAT = 0.8  # of the time of twice the tokens: from there on the time hardly depends on the tokens
 

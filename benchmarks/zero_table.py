@@ -18,14 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import Config, ModelConfig, TrainingConfig, ZeroConfig
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.layout.topology import Layout
-from megazero.price.bytes.estimate import estimate, stage_bytes
-from megazero.step.batch import MicroBatch
-from megazero.step.engine import Engine
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig, ZeroConfig
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.step.batch import MicroBatch
+from megazero.engine.step.engine import Engine
+from megazero.flags.resolve import resolve
+from megazero.planner.bytes.estimate import estimate, stage_bytes
 
 MODEL = ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=64, vocab_size=1024)
 K = 12  # bytes of fp32 master weights and moments, mixed precision (the paper's)

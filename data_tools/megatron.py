@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megazero.config.foreign.translate import refusals, split_items, translate
+from megazero.flags.foreign.translate import refusals, split_items, translate
 
 TOKENIZER = {"vocab-file", "merge-file", "tokenizer-type", "tokenizer-model"}
 ALWAYS = {"dataset-impl": ("mmap",)}  # values that are always true here

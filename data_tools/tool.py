@@ -28,7 +28,7 @@ def parse(options: type[Options], arguments: Sequence[str], program: str) -> Opt
     import tyro
 
     if {"--help", "-h"} & {*arguments}:
-        from megazero.config.help import with_whole_lines
+        from megazero.flags.help import with_whole_lines
 
         options = with_whole_lines(options)
     found = tyro.cli(options, args=list(arguments), prog=program)

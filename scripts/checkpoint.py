@@ -33,10 +33,10 @@ from data_tools.tool import progress_bar
 from megazero import checkpoint
 from megazero.checkpoint import verify
 from megazero.checkpoint.manifest import MANIFEST, read_manifest, unchecked_state
-from megazero.config.schema import BYTES
 from megazero.data.tokenizer import Tokenizer
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import BYTES
 from megazero.files import explain
-from megazero.model.stage import declare
 from megazero.optional import missing_package
 from megazero.run.run_state import RunState, other_folder, tokenizer_for
 from megazero.units import size
@@ -226,7 +226,7 @@ def tokenizer_of(spec: str, state: RunState, path: Path, vocab_size: int) -> Tok
 
 
 def export_checkpoint(options: Export) -> int:
-    from megazero.huggingface.export import export, shapes_of
+    from megazero.interop.huggingface.export import export, shapes_of
 
     path = found_checkpoint(options.folder)
     if not 0 < options.max_shard_size < float("inf"):
@@ -256,9 +256,9 @@ def export_checkpoint(options: Export) -> int:
 
 
 def import_checkpoint(options: Import) -> int:
-    from megazero.huggingface.configuration import read_config
-    from megazero.huggingface.export import shapes_of
-    from megazero.huggingface.importing import import_model
+    from megazero.interop.huggingface.configuration import read_config
+    from megazero.interop.huggingface.export import shapes_of
+    from megazero.interop.huggingface.importing import import_model
 
     model = read_config(options.folder).model
     total = BYTES["fp32"] * sum(prod(shape) for shape in shapes_of(model).values())
@@ -274,7 +274,7 @@ def import_checkpoint(options: Import) -> int:
 
 
 def upcycle_checkpoint(options: Upcycle) -> int:
-    from megazero.run.upcycle import upcycle, with_experts
+    from megazero.interop.upcycle import upcycle, with_experts
 
     if options.moe_router_pre_softmax:
         raise ValueError(

@@ -19,17 +19,17 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.config.schema import Config
+from megazero.engine.options.schema import Config
+from megazero.engine.plan.layout.flat_layout import FlatParam, flat_layout
+from megazero.engine.plan.layout.layers import Use
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.layout.zero_policy import sharding_groups
+from megazero.engine.plan.program.operations import Backward, BackwardWeights, Forward, Op
+from megazero.engine.plan.program.program import program
+from megazero.engine.plan.program.rank_spec import PlannedLayer, RankSpec, Unit
+from megazero.engine.plan.schedule.schedules import EVALUATION, SCHEDULES
 from megazero.optional import missing_package
-from megazero.plan.layout.flat_layout import FlatParam, flat_layout
-from megazero.plan.layout.layers import Use
-from megazero.plan.layout.topology import Layout
-from megazero.plan.layout.zero_policy import sharding_groups
-from megazero.plan.program.operations import Backward, BackwardWeights, Forward, Op
-from megazero.plan.program.program import program
-from megazero.plan.program.rank_spec import PlannedLayer, RankSpec, Unit
-from megazero.plan.schedule.schedules import EVALUATION, SCHEDULES
-from megazero.price.time.simulate import Computation, Timing, simulate
+from megazero.planner.time.simulate import Computation, Timing, simulate
 
 COLORS = {"F": "#7fb2e5", "B": "#f2b56b", "I": "#f8dca8", "W": "#9fd39b"}
 CELL = 4  # characters of a unit of time

@@ -7,7 +7,7 @@ torchrun's agents meet at a store, start the ranks of their nodes, and meet agai
 - Nodes that come back: the ranks are asked to stop after their step and to save, for as long as that takes.
 - Only failures of ranks count, and only those in a row without a new checkpoint: the third ends the run.
 - A node with another command does not join: it would end the ranks of all.
-Agents and ranks exchange notes as files (`megazero.comm.launch.agent`). Private names of torch: those that `Agent`
+Agents and ranks exchange notes as files (`megazero.cluster.agent_notes`). Private names of torch: those that `Agent`
 overrides, `_pcontext`, `_stop_workers` and `_remaining_restarts`; `_state_holder`, `_bootstrap_store_info` and
 `_shared_tcp_store_server` of its rendezvous.
 """
@@ -51,9 +51,9 @@ from torch.distributed.run import config_from_args, parse_args
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megazero.checkpoint.folders import save_mark
-from megazero.comm.launch import agent as notes
-from megazero.comm.launch.listening import LOOPBACK, host_store, is_here
-from megazero.comm.launch.world import BEFORE, STARTED, this_node
+from megazero.cluster import agent_notes as notes
+from megazero.cluster.listening import LOOPBACK, host_store, is_here
+from megazero.world import BEFORE, STARTED, this_node
 
 LOST_SECONDS = 8  # after which an agent without a sign of life is lost; ELASTIC_LOST_SECONDS sets another number
 BEATS = 4  # signs of life in that time

@@ -14,7 +14,7 @@ from elastic_secret import VARIABLE, Seal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megazero.comm.launch.listening import host_store
+from megazero.cluster.listening import host_store
 
 RUN = "elastic"  # a store is for one run
 STATE = f"torch.rendezvous.{RUN}"  # key of the agents' agreement

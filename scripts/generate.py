@@ -19,20 +19,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tyro
 
 from megazero import checkpoint
-from megazero.comm.launch import launch
-from megazero.comm.launch.world import read_world
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import Config, ModelConfig, ParallelConfig
+from megazero.cluster import launch
 from megazero.data.tokenizer import Tokenizer, end_of_document
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config, ModelConfig, ParallelConfig
+from megazero.engine.plan.layout.topology import Layout
 from megazero.files import explain, read_regular
+from megazero.flags.resolve import resolve
 from megazero.generation.generate import Generator, Text, packed_prompts
 from megazero.generation.model import InferenceModel
 from megazero.generation.sampling import Sampling
 from megazero.log import log, log_as
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.layout.topology import Layout
 from megazero.run.run_state import RunState, other_folder, tokenizer_for
+from megazero.world import read_world
 
 TIMEOUT_MINUTES = 10.0
 

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megazero.comm.launch.listening import LOOPBACK, host_store
+from megazero.cluster.listening import LOOPBACK, host_store
 
 LAST_LINES = 20  # of the stderr of a rank that failed without a message
 

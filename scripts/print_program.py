@@ -14,12 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.config.cli import parse
-from megazero.huggingface.model_flags import find_model
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.program.program import program, text
-from megazero.plan.program.rank_spec import rank_spec
+from megazero.engine.model.stage import declare
+from megazero.engine.plan.program.program import program, text
+from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.flags.cli import parse
+from megazero.flags.resolve import resolve
+from megazero.interop.huggingface.model_flags import find_model
 
 
 def main(argv: list[str]) -> None:

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--load", type=int, default=2, help="processes that compute beside the ranks")
     parser.add_argument("--minutes", type=float, default=0, help="end after this time, and say how many chains ran")
     options = parser.parse_args()
-    start = Forked(["torch", "torch.distributed", "megazero.step.engine"])
+    start = Forked(["torch", "torch.distributed", "megazero.engine.step.engine"])
     pools = {world: Ranks(world, start, reuse_groups=True) for world in {world for world, _, _ in LAYOUTS.values()}}
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(options.load)]
     began, worst, resumes, number = time.monotonic(), dict.fromkeys(TOLERANCE, 0.0), 0, 0

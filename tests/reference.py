@@ -1,5 +1,5 @@
 """The same models in plain PyTorch, sharing no mechanism with megazero but initial values, dropout's masks and rotary
-frequencies, which are transformers' (tests/unit/test_rotary.py).
+frequencies, which are transformers' (tests/unit/engine/kernels/test_rotary.py).
 
 F.linear, F.cross_entropy, clip_grad_norm_ and torch.optim.AdamW over whole tensors, in one process, the global batch at
 once. In fp32, or with --precision fp64 in fp64, from the same weights. Every expert computes all tokens; its result is
@@ -20,14 +20,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megazero.config.schema import Config, ModelConfig
-from megazero.kernels import initial_values
-from megazero.kernels.dropout import Dropout, Rows
-from megazero.kernels.rotary import Rotary
-from megazero.model.stage import declare
-from megazero.plan.layout.layers import stage_units
-from megazero.plan.layout.parameters import LocalBlock
-from megazero.plan.layout.topology import Layout
+from megazero.engine.kernels import initial_values
+from megazero.engine.kernels.dropout import Dropout, Rows
+from megazero.engine.kernels.rotary import Rotary
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config, ModelConfig
+from megazero.engine.plan.layout.layers import stage_units
+from megazero.engine.plan.layout.parameters import LocalBlock
+from megazero.engine.plan.layout.topology import Layout
 from tests.helpers.small import round_moments_
 
 

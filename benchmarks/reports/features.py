@@ -13,11 +13,11 @@ from benchmarks.reports.pictures import bars, stacks
 from benchmarks.reports.published import CONFIGURATIONS, FIGURE_6, FIGURE_7
 from benchmarks.reports.rehearsals import Asked, flags_of, rehearse_all, resolved
 from benchmarks.reports.zero_theory import bytes_per_parameter
-from megazero.config.presets import PRESETS
-from megazero.model.stage import declare
-from megazero.plan.layout.layers import num_parameters
-from megazero.price.bytes.estimate import stage_bytes
-from megazero.price.time.devices import load_device
+from megazero.engine.model.stage import declare
+from megazero.engine.plan.layout.layers import num_parameters
+from megazero.flags.presets import PRESETS
+from megazero.planner.bytes.estimate import stage_bytes
+from megazero.planner.time.devices import load_device
 
 GPUS, MP, LIMIT = 400, 16, 32e9
 # Terms of a system of 2020 that ours has not, or has smaller.

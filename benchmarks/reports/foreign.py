@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.reports.blocks import markdown, write_blocks
-from megazero.config.cli import parse
-from megazero.config.flags import flags
-from megazero.config.foreign.conversions import CONVERSIONS
-from megazero.config.foreign.table import FLAGS, Foreign, kebab, read_table, read_values
-from megazero.config.foreign.translate import Answer, Translated, is_ours, split_items, translate
-from megazero.config.schema import CheckpointConfig, DataConfig, LogConfig
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import CheckpointConfig, DataConfig, LogConfig
+from megazero.flags.cli import parse
+from megazero.flags.flag_names import flags
+from megazero.flags.foreign.flag_table import FLAGS, Foreign, kebab, read_table, read_values
+from megazero.flags.foreign.translate import Answer, Translated, is_ours, split_items, translate
+from megazero.flags.foreign.value_conversions import CONVERSIONS
+from megazero.flags.resolve import resolve
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "flags.md"
 SCRIPTS = Path(__file__).with_name("foreign_scripts.toml")

@@ -15,17 +15,17 @@ from benchmarks.paper_speed import executed
 from benchmarks.reports.blocks import markdown, percent
 from benchmarks.reports.published import EAGER, TRAINED, TrainedRun
 from benchmarks.reports.searches import NARAYANAN_CASES, Case
-from megazero.config.cli import parse
-from megazero.config.schema import Config
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.program.operations import Forward, Gather, Recompute
+from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.files import replace_file
-from megazero.model.stage import declare
-from megazero.plan.layout.topology import Layout
-from megazero.plan.program.operations import Forward, Gather, Recompute
-from megazero.plan.program.rank_spec import rank_spec
-from megazero.price.expected import PUBLISHED, reached
-from megazero.price.plan import Plan, make_plan, plan_config
-from megazero.price.time.costs import StepCosts
-from megazero.price.time.devices import Constant, Device, load_device
+from megazero.flags.cli import parse
+from megazero.planner.expected import PUBLISHED, reached
+from megazero.planner.run_plan import Plan, make_plan, plan_config
+from megazero.planner.time.costs import StepCosts
+from megazero.planner.time.devices import Constant, Device, load_device
 
 
 class Variant(NamedTuple):
@@ -204,7 +204,7 @@ def compare_case(case: Case) -> Compared:
 
 
 def write_reached(found: list[Compared]) -> None:
-    """Write the shares that `megazero.price.expected` reads."""
+    """Write the shares that `megazero.planner.expected` reads."""
     rows = [f'"{each.run}, {each.cards}" = {each.reached:.3f}' for each in found]
     head = "# Published speed over the speed that --plan predicts for the run with this engine's kernels.\n"
     head += "# Written by `python -m benchmarks.reports.paper planned`; docs/results/plans.md has the sources.\n"

@@ -31,9 +31,9 @@ def flags_of(layers: int, hidden: int, heads: int, **options: Any) -> str:
 
 def resolved(asked: Asked) -> tuple[Any, Any]:
     """Return the configuration and the layout of a rehearsal."""
-    from megazero.config.cli import parse
-    from megazero.model.stage import declare
-    from megazero.plan.layout.resolve import resolve
+    from megazero.engine.model.stage import declare
+    from megazero.flags.cli import parse
+    from megazero.flags.resolve import resolve
 
     return resolve(parse(asked.flags.split()), asked.world, 0, declare)
 
@@ -42,7 +42,7 @@ def rehearse_one(asked: Asked) -> Any:
     """Rehearse a step of a GPU's rank."""
     import torch
 
-    from megazero.rehearse.rehearsal import RehearsalDevice, rehearse
+    from megazero.command.rehearsal.rehearsal import RehearsalDevice, rehearse
 
     torch.set_num_threads(1)
     return rehearse(*resolved(asked), asked.rank, RehearsalDevice.of("gpu"), steps=1, saves=False)

@@ -12,9 +12,9 @@ from pathlib import Path
 from benchmarks.reports.blocks import markdown, write_blocks
 from benchmarks.reports.pictures import lines
 from benchmarks.reports.rehearsals import Asked, rehearse_all, resolved
-from megazero.plan.layout.topology import AXES, SUB_AXES, Layout
-from megazero.price.bytes.estimate import estimate
-from megazero.price.goodput import LLAMA_3_DEVICE_HOURS, SECONDS_PER_HOUR, best_interval, goodput
+from megazero.engine.plan.layout.topology import AXES, SUB_AXES, Layout
+from megazero.planner.bytes.estimate import estimate
+from megazero.planner.goodput import LLAMA_3_DEVICE_HOURS, SECONDS_PER_HOUR, best_interval, goodput
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "scale.md"
 DEVICES = (1_024, 4_096, 10_240, 16_384)

@@ -15,14 +15,14 @@ from benchmarks.paper_speed import executed
 from benchmarks.reports.blocks import markdown
 from benchmarks.reports.published import FIGURE_2_ZERO, FIGURE_4, NARAYANAN, MegatronRun, ZeroRun
 from benchmarks.reports.rehearsals import PROCESSES, flags_of
-from megazero.config.cli import parse
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.price.plan import Plan, make_plan
-from megazero.price.search.candidates import Candidate
-from megazero.price.search.search import Search
-from megazero.price.search.search_report import command
-from megazero.price.time.devices import load_device
+from megazero.engine.model.stage import declare
+from megazero.flags.cli import parse
+from megazero.flags.resolve import resolve
+from megazero.planner.run_plan import Plan, make_plan
+from megazero.planner.search.candidates import Candidate
+from megazero.planner.search.search import Search
+from megazero.planner.search.search_report import command
+from megazero.planner.time.devices import load_device
 
 
 def of_zero(c: Candidate) -> bool:

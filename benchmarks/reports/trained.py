@@ -10,11 +10,11 @@ from pathlib import Path
 
 from benchmarks.reports.blocks import markdown
 from benchmarks.reports.published import CONFIGURATIONS
-from megazero.config.cli import parse
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.price.bytes.estimate import estimate
-from megazero.rehearse.rehearsal import RehearsalDevice, rehearse
+from megazero.command.rehearsal.rehearsal import RehearsalDevice, rehearse
+from megazero.engine.model.stage import declare
+from megazero.flags.cli import parse
+from megazero.flags.resolve import resolve
+from megazero.planner.bytes.estimate import estimate
 
 KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "peak", "host")
 SENT = ("tp", "dp", "pp")

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.reports.planned import compare, compare_case
 from benchmarks.reports.published import TRAINED
 from benchmarks.reports.searches import NARAYANAN_CASES
-from megazero.price.expected import PUBLISHED, reached
+from megazero.planner.expected import PUBLISHED, reached
 
 pytestmark = pytest.mark.second
 

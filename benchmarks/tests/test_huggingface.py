@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.huggingface import measure
-from megazero.config.schema import ModelConfig
+from megazero.engine.options.schema import ModelConfig
 
 pytestmark = pytest.mark.second
 

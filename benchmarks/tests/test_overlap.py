@@ -8,8 +8,17 @@ import pytest
 
 from benchmarks.overlap import Waiting, table, waiting
 from benchmarks.step_trace import comparison, covered, tail_of
+from megazero.engine.plan.program.operations import (
+    Backward,
+    BackwardWeights,
+    Forward,
+    GradNorm,
+    Reduce,
+    Start,
+    Update,
+    Wait,
+)
 from megazero.observe.timeline import Interval
-from megazero.plan.program.operations import Backward, BackwardWeights, Forward, GradNorm, Reduce, Start, Update, Wait
 from tests.helpers.table import for_each
 
 pytestmark = pytest.mark.second

@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks.eight_layouts import LAYOUTS
 from benchmarks.reports import dealing, families, foreign, modules
-from megazero.config.architectures import ARCHITECTURES
-from megazero.config.cli import parse
-from megazero.config.foreign.table import FLAGS, find_entry, read_table
-from megazero.config.foreign.translate import is_ours
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
+from megazero.engine.model.stage import declare
+from megazero.engine.options.architectures import ARCHITECTURES
+from megazero.flags.cli import parse
+from megazero.flags.foreign.flag_table import FLAGS, find_entry, read_table
+from megazero.flags.foreign.translate import is_ours
+from megazero.flags.resolve import resolve
 from tests.helpers.programs import ROOT
 from tests.helpers.table import for_each
 

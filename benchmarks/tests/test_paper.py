@@ -18,8 +18,8 @@ from benchmarks.reports.zero_theory import (
     table_2_cell,
     truncated,
 )
-from megazero.model.stage import declare
-from megazero.plan.layout.layers import num_parameters
+from megazero.engine.model.stage import declare
+from megazero.engine.plan.layout.layers import num_parameters
 from tests.helpers.table import for_each
 
 pytestmark = pytest.mark.second

@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks.reports.planned import Times, compare, device_of, left_out, plan_of, price
 from benchmarks.reports.published import EAGER, TRAINED, TrainedRun
-from megazero.config.cli import parse
-from megazero.model.stage import declare
-from megazero.plan.layout.layers import num_parameters
-from megazero.plan.layout.resolve import resolve
-from megazero.price.time.costs import Roofline
-from megazero.price.time.devices import Constant, load_device
-from megazero.price.trace.kernels import Operator, Product
+from megazero.engine.model.stage import declare
+from megazero.engine.plan.layout.layers import num_parameters
+from megazero.flags.cli import parse
+from megazero.flags.resolve import resolve
+from megazero.planner.time.costs import Roofline
+from megazero.planner.time.devices import Constant, load_device
+from megazero.planner.trace.kernel_records import Operator, Product
 from tests.helpers.table import for_each
 
 pytestmark = pytest.mark.second

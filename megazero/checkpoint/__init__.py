@@ -3,12 +3,12 @@
 Besides `comm`, the only package that may import torch.distributed.
 """
 
-from megazero.checkpoint.agreement import AgreedFailure, together
 from megazero.checkpoint.api import fill, find, load, lock, read_state, save
 from megazero.checkpoint.background import BackgroundSaver, slow_group
 from megazero.checkpoint.folders import checkpoints, prune
 from megazero.checkpoint.in_memory import InMemory, MemoryCheckpoints
 from megazero.checkpoint.manifest import Damaged
+from megazero.checkpoint.shared_outcome import AgreedFailure, together
 
 __all__ = [
     "AgreedFailure",

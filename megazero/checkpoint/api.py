@@ -7,12 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.checkpoint import folders, manifest
-from megazero.checkpoint.agreement import Group, from_rank_0, rank_of, together
 from megazero.checkpoint.locking import SaveLock
 from megazero.checkpoint.planning import check_request, table_of
+from megazero.checkpoint.shared_outcome import Group, from_rank_0, rank_of, together
 from megazero.checkpoint.storage import ChunkReader, Save
-from megazero.comm.launch.world import this_generation
-from megazero.zero.shards import LocalShard
+from megazero.engine.zero.shards import LocalShard
+from megazero.world import this_generation
 
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint.agreement import Group
 from megazero.checkpoint.api import NOTHING, save
-from megazero.memory.tracker import Allocation, MemoryTracker
-from megazero.zero.shards import LocalShard
+from megazero.checkpoint.shared_outcome import Group
+from megazero.engine.memory.tracker import Allocation, MemoryTracker
+from megazero.engine.zero.shards import LocalShard
 
 # A rank waits at least this long for the slowest rank's write.
 LEAST_TIMEOUT_MINUTES = 60.0

@@ -26,9 +26,9 @@ from pathlib import Path
 
 from megazero.checkpoint.locking import PARTIAL, check_owner, owned
 from megazero.checkpoint.manifest import RESTORE, Damaged, missing_part, read_manifest, unchecked_state
-from megazero.comm.launch.world import this_generation
 from megazero.files import read_regular, replacing, sync_folder
 from megazero.log import log
+from megazero.world import this_generation
 
 LATEST = "latest"
 REPLACED = ".replaced"

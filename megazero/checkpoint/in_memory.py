@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from megazero.checkpoint.agreement import Group, from_rank, from_rank_0, gather_all, rank_of, together
 from megazero.checkpoint.api import NOTHING, check
 from megazero.checkpoint.folders import checkpoints, folder_name, iteration_of, next_save_number, save_number
 from megazero.checkpoint.locking import check_owner
@@ -52,12 +51,13 @@ from megazero.checkpoint.manifest import (
 from megazero.checkpoint.manifest import manifest_text as text_of
 from megazero.checkpoint.nodes import Nodes, exchange
 from megazero.checkpoint.planning import RankPlan, SaveLayout, file_name
+from megazero.checkpoint.shared_outcome import Group, from_rank, from_rank_0, gather_all, rank_of, together
 from megazero.checkpoint.storage import ChunkReader, Save, Target, WrittenFile
 from megazero.checkpoint.tensor_file import host_bytes
+from megazero.engine.zero.shards import LocalShard
 from megazero.files import OutputFile, crc32, explain, read_regular, replacing
 from megazero.log import log
 from megazero.units import size, things
-from megazero.zero.shards import LocalShard
 
 IDENTITY = "memory-checkpoints.id"
 PIECE_BYTES = 16 << 20  # of a file, sent at once

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import msgspec
 
-from megazero.comm.launch.world import Generation, this_generation
 from megazero.files import explain, read_small, replacing
 from megazero.log import log
 from megazero.typed_files import decode
+from megazero.world import Generation, this_generation
 
 LOCK = ".lock"
 OWNER = ".owner"

@@ -25,8 +25,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 import torch
 
+from megazero.engine.plan.layout.regions import Region
 from megazero.files import OutputFile, crc32, read_regular, sync_folder
-from megazero.plan.layout.regions import Region
 from megazero.typed_files import decode
 
 MANIFEST = "manifest.json"

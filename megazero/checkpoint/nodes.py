@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint.agreement import Group, gather_all, rank_of
-from megazero.comm.launch.world import Node, this_node
+from megazero.checkpoint.shared_outcome import Group, gather_all, rank_of
+from megazero.world import Node, this_node
 
 END = -1  # length that follows the last message
 

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 
 from megazero.checkpoint.manifest import Manifest, StoredTensor, Tiling, dtype_name, key, torch_dtype
-from megazero.plan.layout.regions import Region, Shape, coverage_fault, intersection
-from megazero.zero.shards import LocalShard
+from megazero.engine.plan.layout.regions import Region, Shape, coverage_fault, intersection
+from megazero.engine.zero.shards import LocalShard
 
 # Global shape and dtype, by name, of a tensor. A rank declares tensors of which it owns nothing, too.
 Declared = tuple[Shape, str]

@@ -32,9 +32,9 @@ from megazero.checkpoint.manifest import (
 )
 from megazero.checkpoint.planning import RankPlan, Read, SaveLayout, file_name, own_chunks, reads
 from megazero.checkpoint.tensor_file import host_bytes, write_safetensors
+from megazero.engine.plan.layout.regions import Region, Shape
+from megazero.engine.zero.shards import LocalShard
 from megazero.files import crc32, open_regular, sync_folder
-from megazero.plan.layout.regions import Region, Shape
-from megazero.zero.shards import LocalShard
 
 # One thread reads a chunk from the disk while the other computes a checksum or copies.
 READERS = 2

@@ -30,9 +30,9 @@ from megazero.checkpoint.manifest import (
 from megazero.checkpoint.planning import file_name
 from megazero.checkpoint.storage import ChunkReader
 from megazero.checkpoint.tensor_file import TensorFile
+from megazero.engine.plan.layout.regions import Region, coverage_fault, split
+from megazero.engine.zero.shards import CHUNK_BYTES, LocalShard
 from megazero.files import crc32, sync_folder
-from megazero.plan.layout.regions import Region, coverage_fault, split
-from megazero.zero.shards import CHUNK_BYTES, LocalShard
 
 FILE_BYTES = 4 << 30  # limit of a file, unless a single tensor is larger
 BAND_BYTES = 256 << 20  # limit of a band, in fp32: the part of a large table that is in memory at once

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megazero.checkpoint.manifest import Damaged, StoredChunk, missing_part, read_manifest, read_state
 from megazero.checkpoint.storage import ChunkReader
-from megazero.plan.layout.regions import coverage_fault
+from megazero.engine.plan.layout.regions import coverage_fault
 
 
 def faults(path: Path) -> Iterator[str]:

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from megazero.checkpoint import AgreedFailure
-from megazero.comm.launch import failures, launch
-from megazero.comm.launch.errors import PeerLost
-from megazero.comm.launch.world import World
-from megazero.config.cli import Command
+from megazero.cluster import failures, launch
+from megazero.engine.mesh.peer_errors import PeerLost
+from megazero.engine.step.engine import LossScaleExhausted
+from megazero.engine.zero.state_file import StatesLost
+from megazero.flags.cli import Command
 from megazero.log import log
 from megazero.optional import missing_package
 from megazero.run.stopping import DeadRun, interrupted_words
-from megazero.step.engine import LossScaleExhausted
-from megazero.zero.state_file import StatesLost
+from megazero.world import World
 
 
 @contextlib.contextmanager

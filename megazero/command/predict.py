@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megazero.config.cli import Command
-from megazero.config.gpu_defaults import gpu_defaults
+from megazero.flags.cli import Command
+from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.log import log
-from megazero.price import plan_report
-from megazero.price.plan import make_plan, plan_config, vocabulary
-from megazero.price.search import search_report
-from megazero.price.search.choose import choose_layout
-from megazero.price.time.devices import load_device
+from megazero.planner import plan_report
+from megazero.planner.run_plan import make_plan, plan_config, vocabulary
+from megazero.planner.search import search_report
+from megazero.planner.search.choose import choose_layout
+from megazero.planner.time.devices import load_device
 
 
 def predict(command: Command) -> None:

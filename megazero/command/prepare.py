@@ -8,35 +8,35 @@ from typing import NamedTuple
 import torch
 
 from megazero.checkpoint.in_memory import bytes_below, run_folder
-from megazero.comm.launch import launch, scheduler
-from megazero.comm.launch.machine import bind_to_near_cpus, machine
-from megazero.comm.launch.world import World, launched, local_size, num_nodes
-from megazero.config.cli import Command
-from megazero.config.gpu_defaults import gpu_defaults
-from megazero.config.schema import Config
-from megazero.config.validate import check_device
+from megazero.cluster import launch, scheduler
+from megazero.cluster.machine import bind_to_near_cpus, machine
 from megazero.data.corpora import Datasets
 from megazero.data.remembered import data_tokenizer
 from megazero.data.tokenizer import Tokenizer
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config
+from megazero.engine.plan.layout.topology import Layout
 from megazero.files import explain
-from megazero.huggingface.export import check_export
-from megazero.huggingface.loading import open_weights
+from megazero.flags.cli import Command
+from megazero.flags.gpu_defaults import gpu_defaults
+from megazero.flags.resolve import resolve
+from megazero.flags.validate import check_device
+from megazero.host import Machine
+from megazero.interop.huggingface.export import check_export
+from megazero.interop.huggingface.weight_files import open_weights
 from megazero.log import log
-from megazero.memory.host import Machine
-from megazero.model.stage import declare
 from megazero.observe.loggers import require_packages
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.layout.topology import Layout
-from megazero.price.bytes.capacity import check_memory
-from megazero.price.search.choose import choose_layout, device_of_ranks
-from megazero.price.time.devices import find_card
-from megazero.price.time.exchange import choose_exchange
+from megazero.planner.bytes.capacity import check_memory
+from megazero.planner.search.choose import choose_layout, device_of_ranks
+from megazero.planner.time.devices import find_card
+from megazero.planner.time.exchange import choose_exchange
 from megazero.run import relayout
 from megazero.run.exports import guard_exports
 from megazero.run.inputs import open_data, require_data
 from megazero.run.resume import find_checkpoint
 from megazero.run.run_state import is_hugging_face
 from megazero.run.stopping import Clock
+from megazero.world import World, launched, local_size, num_nodes
 
 
 class Ranks(NamedTuple):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from megazero.comm.launch import launch
-from megazero.comm.launch.world import World
-from megazero.config.cli import Command
-from megazero.config.gpu_defaults import gpu_defaults
-from megazero.config.model_options import Precision
-from megazero.config.schema import Config
+from megazero.cluster import launch
+from megazero.command.rehearsal.rehearsal import RehearsalDevice
+from megazero.command.rehearsal.rehearsal_report import pretended_world, run_rehearsal
+from megazero.engine.options.model_options import Precision
+from megazero.engine.options.schema import Config
+from megazero.flags.cli import Command
+from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.log import log
-from megazero.price.plan import vocabulary
-from megazero.price.search.choose import CPU, choose_layout
-from megazero.price.time.devices import load_device
-from megazero.rehearse.rehearsal import RehearsalDevice
-from megazero.rehearse.rehearsal_report import pretended_world, run_rehearsal
+from megazero.planner.run_plan import vocabulary
+from megazero.planner.search.choose import CPU, choose_layout
+from megazero.planner.time.devices import load_device
+from megazero.world import World
 
 
 def rehearse(command: Command, world: World) -> None:

@@ -9,28 +9,28 @@ from pathlib import Path
 
 from megazero import checkpoint
 from megazero.checkpoint.locking import SaveLock
-from megazero.comm.launch import failures, launch
-from megazero.comm.launch.agreement import agree
-from megazero.comm.launch.machine import environment
-from megazero.comm.launch.world import World
-from megazero.comm.mesh.mesh import Mesh
+from megazero.cluster import failures, launch
+from megazero.cluster.machine import environment
+from megazero.cluster.same_start import agree
+from megazero.cluster.watchdog import Watchdog
 from megazero.command.prepare import Prepared, prepare
-from megazero.config.cli import Command
-from megazero.config.schema import Config
-from megazero.huggingface.export import export_run
-from megazero.huggingface.loading import open_weights
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.options.schema import Config
+from megazero.flags.cli import Command
+from megazero.interop.huggingface.export import export_run
+from megazero.interop.huggingface.weight_files import open_weights
 from megazero.log import log
 from megazero.observe import start_report
 from megazero.observe.start_clock import StartClock, process_start
-from megazero.observe.watchdog import Watchdog
 from megazero.run import relayout
 from megazero.run.checkpoints import Checkpoints
 from megazero.run.exports import Exports
 from megazero.run.resume import find_checkpoint
-from megazero.run.run import TrainingRun
 from megazero.run.same_run import run_values
 from megazero.run.stopping import Signals, Wish, Wishes
 from megazero.run.trainer import Trainer
+from megazero.run.training_run import TrainingRun
+from megazero.world import World
 
 LOCK_SECONDS = 180.0  # in which a lost node gives up the lock of --save: file servers wait so long for a client
 HANG_PATIENCE_SECONDS = 10.0  # in which the watchdogs of the other ranks see the hang too

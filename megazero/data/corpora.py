@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from megazero.config.limits import is_number
-from megazero.config.run_options import MAX_NAMED_CORPORA
 from megazero.data.about import BLOCK_BYTES, SAMPLED_BYTES, read_about, verify
 from megazero.data.blending import BlendedDataset
 from megazero.data.fingerprint import fingerprint
@@ -21,6 +19,8 @@ from megazero.data.indexed import IndexedDataset
 from megazero.data.mock import MockSamples
 from megazero.data.samples import SPLITS, GPTDataset, Samples, WholeSplit, require_vocabulary, split_ranges
 from megazero.data.tokenizer import Tokenizer
+from megazero.engine.options.limits import is_number
+from megazero.engine.options.run_options import MAX_NAMED_CORPORA
 from megazero.files import read_small
 from megazero.units import things
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megazero.config.batch_sizes import PADDING, BatchSizes, micro_batches
-from megazero.config.run_options import MAX_NAMED_CORPORA
 from megazero.data.blending import BlendedDataset
 from megazero.data.indexed import Int64s
 from megazero.data.samples import NO_TOKEN, Samples
-from megazero.step.batch import MicroBatch
+from megazero.engine.options.batch_sizes import PADDING, BatchSizes, micro_batches
+from megazero.engine.options.run_options import MAX_NAMED_CORPORA
+from megazero.engine.step.batch import MicroBatch
 
 # Steps that each thread reads ahead.
 PREFETCHED_STEPS = 2

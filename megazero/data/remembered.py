@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megazero.config.schema import Config
 from megazero.data.about import read_about
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.data.indexed import IndexedDataset
 from megazero.data.tokenizer import SPECS, Tokenizer, beside, load_tokenizer
+from megazero.engine.options.schema import Config
 
 
 def data_tokenizer(config: Config) -> Tokenizer | None:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megazero.comm.mesh.mesh import Mesh
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.layers.kv_cache import KVCache
 from megazero.generation.sampling import Sampling
-from megazero.model.layers.kv_cache import KVCache
 
 
 class NewTokens(NamedTuple):

@@ -8,18 +8,18 @@ from pathlib import Path
 import torch
 
 from megazero import checkpoint
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import ModelConfig
+from megazero.engine.kernels.dropout import Rows
+from megazero.engine.memory.tracker import MemoryTracker
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.context_parallel.dealt import Ranges, num_tokens
+from megazero.engine.model.layers.context import DTYPES, Context, MicroBatchInfo, ResidualStream
+from megazero.engine.model.layers.kv_cache import KVCache
+from megazero.engine.model.layers.weight import Weight
+from megazero.engine.model.stage import Stage, declare
+from megazero.engine.options.schema import ModelConfig
+from megazero.engine.step.expert_loads import Routers
+from megazero.engine.zero.shards import LocalShard
 from megazero.generation.generate import NewTokens
-from megazero.kernels.dropout import Rows
-from megazero.memory.tracker import MemoryTracker
-from megazero.model.layers.context import DTYPES, Context, MicroBatchInfo, ResidualStream
-from megazero.model.layers.dealt import Ranges, num_tokens
-from megazero.model.layers.kv_cache import KVCache
-from megazero.model.layers.weight import Weight
-from megazero.model.stage import Stage, declare
-from megazero.step.expert_loads import Routers
-from megazero.zero.shards import LocalShard
 
 
 class InferenceModel:

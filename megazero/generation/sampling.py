@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.kernels.initial_values import seed_of
+from megazero.engine.kernels.initial_values import seed_of
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import Config
-from megazero.model.stage import declare
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config
+from megazero.engine.plan.program.operations import COMPUTE, Op, Transfer, inner
+from megazero.engine.plan.program.program import program
+from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.observe.timeline import Interval
-from megazero.plan.program.operations import COMPUTE, Op, Transfer, inner
-from megazero.plan.program.program import program
-from megazero.plan.program.rank_spec import rank_spec
-from megazero.price.time.simulate import simulate
+from megazero.planner.time.simulate import simulate
 
 Key = tuple[str, str]  # operation, layer
 PATIENCE = 100  # a simulation may take this fraction, 1 / 100, of the time since the last one

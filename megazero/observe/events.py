@@ -20,19 +20,19 @@ from typing import Any
 
 import torch
 
-from megazero.comm.launch import scheduler
-from megazero.comm.launch.world import first_start
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.cli import Command
-from megazero.config.schema import Config
+from megazero.cluster import scheduler
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config
+from megazero.engine.plan.layout.layers import active_parameters, num_parameters
+from megazero.flags.cli import Command
 from megazero.log import log
-from megazero.model.stage import declare
 from megazero.observe.progress_line import Record
 from megazero.observe.report.lost_time import goodput_line
 from megazero.observe.report.runs import EVENTS, read_events, read_run
 from megazero.observe.start_clock import Lost, StartClock
-from megazero.plan.layout.layers import active_parameters, num_parameters
 from megazero.units import things
+from megazero.world import first_start
 
 ROOT = Path(__file__).resolve().parents[2]
 GIT_SECONDS = 2.0

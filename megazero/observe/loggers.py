@@ -10,16 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from megazero.comm.launch.world import first_start
-from megazero.config.cli import Command
-from megazero.config.flags import to_toml
-from megazero.config.schema import Config, LogConfig
+from megazero.engine.options.schema import Config, LogConfig
 from megazero.files import OutputFile, explain, read_regular, replace_file
+from megazero.flags.cli import Command
+from megazero.flags.flag_names import to_toml
 from megazero.log import log
 from megazero.observe.progress_line import InUse, ProgressLine, Record
 from megazero.observe.report.runs import parse
 from megazero.observe.start_clock import Lost
 from megazero.optional import require_optional
+from megazero.world import first_start
 
 
 def require_packages(options: LogConfig) -> None:

@@ -7,13 +7,13 @@ import sys
 
 import torch
 
-from megazero.comm.mesh.mesh import Mesh
+from megazero.engine.memory.tracker import KINDS
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.plan.program.operations import Op, name_of
+from megazero.engine.plan.program.program import Program
+from megazero.engine.step.engine import Engine
 from megazero.log import log
-from megazero.memory.tracker import KINDS
-from megazero.plan.program.operations import Op, name_of
-from megazero.plan.program.program import Program
-from megazero.price.bytes.estimate import predicted_after
-from megazero.step.engine import Engine
+from megazero.planner.bytes.estimate import predicted_after
 
 # CPU allocators raise RuntimeErrors that only their messages distinguish.
 WORDS = ("not enough memory", "can't allocate memory", "out of memory", "cannot allocate memory")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megazero.config.schema import Config
-from megazero.config.validate import iteration_range
+from megazero.engine.options.schema import Config
+from megazero.engine.step.engine import Engine
+from megazero.flags.validate import iteration_range
 from megazero.log import log
 from megazero.observe import stragglers
 from megazero.observe.bubble import BubbleMeter
 from megazero.observe.timeline import Timeline
-from megazero.observe.trace import Trace
-from megazero.step.engine import Engine
+from megazero.observe.trace_file import Trace
 
 
 class Profiler:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from megazero.config.schema import Config
+from megazero.engine.options.schema import Config
 from megazero.log import log
 from megazero.units import count, duration, size
 

@@ -11,20 +11,20 @@ from typing import Any
 import numpy
 import torch
 
-from megazero.config.flags import as_flag, flags, to_toml, value_of
-from megazero.config.presets import preset_values
-from megazero.config.schema import Config
+from megazero.engine.model.scores import Scores
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config
+from megazero.engine.plan.layout.dealing import causal_imbalance, dealt_multiple, dealt_tokens
+from megazero.engine.plan.layout.layers import num_parameters
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.files import explain, replace_file
+from megazero.flags.flag_names import as_flag, flags, to_toml, value_of
+from megazero.flags.presets import preset_values
+from megazero.host import Machine
 from megazero.log import log
-from megazero.memory.host import Machine
-from megazero.model.layers.scores import Scores
-from megazero.model.stage import declare
-from megazero.plan.layout.dealing import causal_imbalance, dealt_multiple, dealt_tokens
-from megazero.plan.layout.layers import num_parameters
-from megazero.plan.layout.topology import Layout
-from megazero.plan.program.rank_spec import rank_spec
-from megazero.price.bytes.estimate import KINDS, StageBytes, stage_bytes
-from megazero.price.bytes.report import expert_words, padding_warning, padding_words, queue_line, table
+from megazero.planner.bytes.bytes_report import expert_words, padding_warning, padding_words, queue_line, table
+from megazero.planner.bytes.estimate import KINDS, StageBytes, stage_bytes
 from megazero.units import count, ranges, size
 
 WIDTH, MARGIN = 120, 10  # columns of the screen; of the name before each paragraph

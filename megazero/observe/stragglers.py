@@ -6,10 +6,10 @@ import statistics
 
 import torch
 
-from megazero.comm.mesh.mesh import Mesh
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.plan.program.operations import COMPUTE
 from megazero.log import log
 from megazero.observe.timeline import Interval
-from megazero.plan.program.operations import COMPUTE
 
 SLOW = 1.2  # times the median of the ranks that compute the same
 MOST_NAMED = 8

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazero.plan.program.operations import Op, name_of
+from megazero.engine.plan.program.operations import Op, name_of
 
 
 class Interval(NamedTuple):

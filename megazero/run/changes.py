@@ -9,12 +9,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
-from megazero.config.flags import LAYOUT_FLAGS, as_flag
-from megazero.config.schema import Config, OptimizerConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path
+from megazero.engine.options.schema import Config, OptimizerConfig
+from megazero.engine.step.optimization import learning_rate
+from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag
 from megazero.run.run_state import RunState
-from megazero.step.optimization import learning_rate
 
 MOST_RATES = 1000  # iterations at which two schedules are compared
 DIFFERS = "and the loss curve differs from here"

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 
 from megazero import checkpoint
-from megazero.comm.launch.world import generation
-from megazero.comm.mesh.collectives import MIN
-from megazero.config.schema import Config, ModelConfig
+from megazero.cluster.watchdog import Watchdog
 from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
+from megazero.engine.mesh.collectives import MIN
+from megazero.engine.options.schema import Config, ModelConfig
+from megazero.engine.step.engine import Engine
+from megazero.engine.zero.shards import LocalShard
 from megazero.log import log
-from megazero.observe.watchdog import Watchdog
 from megazero.run.changes import changed_options
 from megazero.run.resume import check_data, check_model, find_checkpoint, takes_memory
 from megazero.run.run_state import Progress, RunState, attached_tokenizer, is_hugging_face, source_digest
 from megazero.run.stopping import DeadRun, newest_words
-from megazero.step.engine import Engine
 from megazero.units import things
-from megazero.zero.shards import LocalShard
+from megazero.world import generation
 
 # Seconds before each further attempt of a run's last save: ten minutes in which a user can free space.
 LAST_SAVE_WAITS = (10.0, 20.0, 30.0, *[60.0] * 9)

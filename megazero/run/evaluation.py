@@ -9,14 +9,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megazero.config.schema import Config
 from megazero.data.corpora import Datasets
 from megazero.data.loader import Batches
 from megazero.data.samples import Samples
+from megazero.engine.options.schema import Config
+from megazero.engine.step.engine import Engine
 from megazero.log import log
 from megazero.observe.progress_line import Record
 from megazero.run.stopping import Wish
-from megazero.step.engine import Engine
 from megazero.units import duration
 
 REPORT_SECONDS = 30.0  # between two reports of an evaluation's progress

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megazero.config.schema import Config
 from megazero.data.corpora import Datasets, mock_datasets, open_datasets, read_data_args
 from megazero.data.tokenizer import Tokenizer
+from megazero.engine.options.schema import Config
 
 
 def require_data(config: Config) -> None:

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from megazero.checkpoint.agreement import gather_all
 from megazero.checkpoint.folders import save_mark
-from megazero.comm.launch.world import World, generation, mark_before, num_nodes
-from megazero.config.flags import LAYOUT_FLAGS
-from megazero.config.schema import Config
-from megazero.config.validate import elastic_nodes
+from megazero.checkpoint.shared_outcome import gather_all
+from megazero.engine.options.schema import Config
 from megazero.files import read_small, write_atomically
+from megazero.flags.flag_names import LAYOUT_FLAGS
+from megazero.flags.validate import elastic_nodes
 from megazero.log import log
-from megazero.price.search.choose import Chosen, choose_layout
-from megazero.price.time.devices import Device
+from megazero.planner.search.choose import Chosen, choose_layout
+from megazero.planner.time.devices import Device
 from megazero.units import size, things
+from megazero.world import World, generation, mark_before, num_nodes
 
 LAYOUTS = "layouts.json"  # in the --save folder
 # Groups of options that change no layout.

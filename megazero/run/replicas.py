@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megazero.comm.launch.errors import ranks_text
-from megazero.comm.mesh.collectives import MAX, Axis
+from megazero.engine.mesh.collectives import MAX, Axis
+from megazero.engine.mesh.peer_errors import ranks_text
+from megazero.engine.step.engine import Engine
 from megazero.run.stopping import DeadRun
-from megazero.step.engine import Engine
 
 PIECE = 1 << 22  # elements hashed at once; scratch has 8 bytes per element
 MOST_NAMED = 4

@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
-from megazero.config.schema import Config, ModelConfig
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.data.tokenizer import hub_hint
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config, ModelConfig
 from megazero.log import log
-from megazero.model.stage import declare
 from megazero.run.run_state import RunState, is_hugging_face
 
 ALWAYS = ("architecture", "vocab_size")  # options with which a model is always another

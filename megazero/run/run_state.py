@@ -15,9 +15,9 @@ from megazero import checkpoint
 from megazero.checkpoint import Damaged
 from megazero.checkpoint.folders import LATEST
 from megazero.checkpoint.manifest import read_state
-from megazero.config.schema import Config, ModelConfig
-from megazero.config.validate import check_values
 from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
+from megazero.engine.options.schema import Config, ModelConfig
+from megazero.flags.validate import check_values
 
 TOKENIZER = "tokenizer"  # folder of the tokenizer in a checkpoint
 SAVED_TOKENIZER = r"^((byte|((sentencepiece|tiktoken):)?tokenizer(/[A-Za-z0-9_.-]+)?)?)\Z"

@@ -1,4 +1,4 @@
-"""Values that all ranks of a run must have in common, as text that `comm.launch.agreement.agree` compares."""
+"""Values that all ranks of a run must have in common, as text that `cluster.same_start.agree` compares."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 import megazero
-from megazero.config.flags import flags, value_of
-from megazero.config.schema import Config
 from megazero.data.corpora import Datasets, parse_data_path, read_data_args
 from megazero.data.tokenizer import Tokenizer
+from megazero.engine.options.schema import Config
+from megazero.flags.flag_names import flags, value_of
 
 # Flags that may differ between ranks, because only rank 0 writes logs, presets are compared by their values, and data
 # and tokenizers by their content.

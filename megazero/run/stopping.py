@@ -4,7 +4,7 @@ Note [Exit codes]
 0   the last iteration is done; or --exit-interval, --exit-duration-minutes or the stop file ended the run as planned.
 75  (EX_TEMPFAIL) a signal or the job's time limit ended the run early. The run was saved; --load resumes it.
 1   an error; the last message names it.
-124 no progress for --hang-timeout minutes (`comm.launch.failures.HUNG`). --load resumes from the last checkpoint.
+124 no progress for --hang-timeout minutes (`cluster.failures.HUNG`). --load resumes from the last checkpoint.
 130 a second SIGINT: stopped at once, without saving.
 """
 
@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from megazero.comm.launch import agent
-from megazero.config.schema import CheckpointConfig, Config
-from megazero.config.validate import plans
+from megazero.cluster import agent_notes
+from megazero.engine.options.schema import CheckpointConfig, Config
+from megazero.flags.validate import plans
 from megazero.log import log
 
 SAVED_EARLY = 75
@@ -184,7 +184,7 @@ class Clock:
 
 
 class Wishes:
-    """The sources of a rank's wishes: signals, its node's agent, and on rank 0 also a clock and the stop file."""
+    """The sources of a rank's wishes: signals, its node's agent_notes, and on rank 0 also a clock and the stop file."""
 
     def __init__(self, signals: Signals | None = None, clock: Clock | None = None, stop_file: Path | None = None):
         self.signals, self.clock, self.stop_file = signals or Signals(), clock, stop_file
@@ -196,7 +196,7 @@ class Wishes:
             found.append(Wish[f"STOP_{self.signals.noted.name}"])
         if self.clock is not None:
             found.append(self.clock.wish(time.time()))
-        if agent.read(agent.CHANGED):
+        if agent_notes.read(agent_notes.CHANGED):
             found.append(Wish.STOP_NODES)
         if self.stop_file is not None and self.stop_file.exists():
             found.append(Wish.STOP_FILE)
@@ -232,8 +232,8 @@ def interrupted_words(config: Config) -> str:
 
 def newest_words(save: str) -> str:
     """Return a clause that names the newest checkpoint in --save."""
-    from megazero.checkpoint import folders  # they need torch
-    from megazero.comm.launch.meeting import within
+    from megazero.checkpoint import folders
+    from megazero.cluster.meeting import within
 
     if not save:
         return "--save is not given"

@@ -5,28 +5,28 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from megazero.comm.launch.launch import card_name
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.batch_sizes import BatchSizes
-from megazero.config.schema import Config
-from megazero.config.validate import skipped_samples
+from megazero.cluster.launch import card_name
+from megazero.cluster.watchdog import Watchdog
 from megazero.data.corpora import Datasets
 from megazero.data.loader import Batches
 from megazero.data.tokenizer import Tokenizer
-from megazero.kernels.choices import choose_kernels, choose_matmul_backend
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.options.batch_sizes import BatchSizes
+from megazero.engine.options.schema import Config
+from megazero.engine.step.engine import Engine, StepResult
+from megazero.flags.validate import skipped_samples
 from megazero.log import log
-from megazero.memory.fragmentation import device_fragmentation
+from megazero.observe.fragmentation import device_fragmentation
 from megazero.observe.memory_report import explain_out_of_memory
 from megazero.observe.pauses import Pauses
 from megazero.observe.profiling import Profiler
 from megazero.observe.progress_line import Record
-from megazero.observe.watchdog import Watchdog
-from megazero.price.time.devices import peak_flops
-from megazero.price.trace.trace import model_flops
+from megazero.planner.time.devices import peak_flops
+from megazero.planner.trace.trace import model_flops
 from megazero.run.evaluation import Evaluation, Evaluator
+from megazero.run.kernel_choices import choose_kernels, choose_matmul_backend
 from megazero.run.run_state import Progress
-from megazero.run.samples import TextSampler
-from megazero.step.engine import Engine, StepResult
+from megazero.run.text_samples import TextSampler
 
 
 class Trainer:

@@ -12,7 +12,7 @@ from typing import NoReturn
 import pytest
 
 import pretrain_gpt
-from megazero.comm.launch import launch
+from megazero.cluster import launch
 from megazero.log import log_as
 from tests.end_to_end.cli import ROOT, run
 

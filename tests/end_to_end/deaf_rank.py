@@ -6,9 +6,9 @@ import threading
 import torch
 import torch.distributed as dist
 
-from megazero.comm.launch import failures, launch
-from megazero.comm.launch.world import read_world
+from megazero.cluster import failures, launch
 from megazero.log import log_as
+from megazero.world import read_world
 
 world = read_world()
 log_as(world.rank, world.size)

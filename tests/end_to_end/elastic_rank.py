@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megazero.comm.launch import agent
-from megazero.comm.launch.world import launched
+from megazero.cluster import agent_notes
+from megazero.world import launched
 
 rank, nodes = int(os.environ["RANK"]), os.environ["GROUP_WORLD_SIZE"]
 count, steps = Path(sys.argv[1], "count"), int(sys.argv[2])
@@ -34,16 +34,16 @@ print(
     f"generation {os.environ['TORCHELASTIC_RESTART_COUNT']}: {nodes} nodes, launched {launched()}, from {began}",
     flush=True,
 )
-agent.leave(agent.BEGAN, str(began))
+agent_notes.leave(agent_notes.BEGAN, str(began))
 gate = Path(sys.argv[1], f"began-{os.environ['TORCHELASTIC_RESTART_COUNT']}")
 gate.mkdir(exist_ok=True)
 (gate / os.environ["RANK"]).touch()
 while done() < steps:
     time.sleep(0.05)
-    if agent.read(agent.LOST):
-        sys.exit(agent.read(agent.LOST))
-    if agent.read(agent.CHANGED):
-        agent.leave(agent.STOPPED, "STOP_NODES")
+    if agent_notes.read(agent_notes.LOST):
+        sys.exit(agent_notes.read(agent_notes.LOST))
+    if agent_notes.read(agent_notes.CHANGED):
+        agent_notes.leave(agent_notes.STOPPED, "STOP_NODES")
         sys.exit(75)
     if rank == 0:
         if done() in failing:

@@ -16,8 +16,8 @@ os.environ.pop("TORCH_CUDA_SANITIZER", None)  # it hooks into CUDA; the pretende
 
 import torch
 
-from tests.helpers.pretended_gpu import pretended_gpu
 from tests.helpers.programs import ROOT
+from tests.pretended_gpu import pretended_gpu
 
 report, *sys.argv = sys.argv[1:]
 with patch.object(gc, "freeze", wraps=gc.freeze) as freeze, pretended_gpu() as findings:

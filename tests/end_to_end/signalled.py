@@ -5,7 +5,7 @@ import signal
 import sys
 
 import pretrain_gpt
-from megazero.step.engine import Engine
+from megazero.engine.step.engine import Engine
 
 evaluate = Engine.evaluate_by_corpus
 

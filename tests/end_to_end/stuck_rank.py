@@ -5,8 +5,8 @@ import sys
 import threading
 
 import pretrain_gpt
-from megazero.plan.program.operations import Forward
-from megazero.step.engine import Engine
+from megazero.engine.plan.program.operations import Forward
+from megazero.engine.step.engine import Engine
 
 step = Engine.train_step
 

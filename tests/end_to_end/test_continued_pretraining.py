@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megazero.config.cli import parse
 from megazero.data.corpora import open_datasets
-from megazero.huggingface.model_flags import find_model
+from megazero.flags.cli import parse
+from megazero.interop.huggingface.model_flags import find_model
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import write_tokenizer
 from tests.reference_run import read_checkpoint, write_corpus

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.config.schema import ModelConfig
+from megazero.engine.options.schema import ModelConfig
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import to_transformers
 from tests.helpers.programs import warm

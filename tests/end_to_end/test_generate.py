@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.mesh.mesh import Mesh
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.plan.layout.topology import Layout
 from megazero.generation.generate import Generator
 from megazero.generation.model import InferenceModel
 from megazero.generation.sampling import Sampling
-from megazero.plan.layout.topology import Layout
 from megazero.run.run_state import RunState
 from scripts.generate import Options
 from scripts.generate import main as generate

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megazero.checkpoint import find, streaming
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import ModelConfig
 from megazero.data.tokenizer import PROBE, load_tokenizer
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.layers.context import MicroBatchInfo
+from megazero.engine.options.schema import ModelConfig
+from megazero.engine.plan.layout.topology import Layout
 from megazero.generation.model import InferenceModel
-from megazero.huggingface.families import family_of
-from megazero.model.layers.context import MicroBatchInfo
-from megazero.plan.layout.topology import Layout
+from megazero.interop.huggingface.families import family_of
 from megazero.run.run_state import RunState, run_tokenizer
 from scripts.checkpoint import Export, Import, export_checkpoint, import_checkpoint
 from tests.end_to_end.cli import metrics, pretrain

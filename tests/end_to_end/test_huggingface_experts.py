@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megazero.checkpoint import streaming
-from megazero.huggingface import importing
-from megazero.huggingface.configuration import read_config
-from megazero.huggingface.families import MODELS
-from megazero.huggingface.loading import open_weights
-from megazero.zero.shards import LocalShard
+from megazero.engine.zero.shards import LocalShard
+from megazero.interop.huggingface import importing
+from megazero.interop.huggingface.configuration import read_config
+from megazero.interop.huggingface.families import MODELS
+from megazero.interop.huggingface.weight_files import open_weights
 from tests.end_to_end.test_huggingface import export, import_
 from tests.reference_run import read_checkpoint
 

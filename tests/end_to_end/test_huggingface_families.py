@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.config.flags import as_flag
-from megazero.config.schema import ModelConfig
-from megazero.huggingface.families import family_of
-from megazero.plan.layout.topology import Layout
+from megazero.engine.options.schema import ModelConfig
+from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.flag_names import as_flag
+from megazero.interop.huggingface.families import family_of
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import on_a_rank, write_tokenizer
 from tests.end_to_end.test_huggingface import assert_same_logits, export, import_, theirs

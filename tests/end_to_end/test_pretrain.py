@@ -18,7 +18,7 @@ import pretrain_gpt
 from megazero import checkpoint
 from megazero.checkpoint import verify
 from megazero.checkpoint.locking import SaveLock
-from megazero.comm.launch import launch
+from megazero.cluster import launch
 from megazero.run.checkpoints import Checkpoints
 from tests.end_to_end.cli import ROOT, metrics, pretrain, pretrain_cold, run
 from tests.helpers.programs import rank_environment, warm
@@ -399,7 +399,7 @@ PLANTED = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
 import os, pretrain_gpt, torch
-from megazero.step.engine import Engine
+from megazero.engine.step.engine import Engine
 
 build = Engine.__init__
 

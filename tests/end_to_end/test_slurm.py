@@ -294,7 +294,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path, model):
 
 def test_the_end_of_a_job_is_known(cluster, tmp_path):
     """--exit-before-minutes asks SLURM; a margin as long as the limit stops before the first step."""
-    ask = f"cd {ROOT} && {sys.executable} -c 'from megazero.comm.launch.scheduler import job_end; print(job_end())'"
+    ask = f"cd {ROOT} && {sys.executable} -c 'from megazero.cluster.scheduler import job_end; print(job_end())'"
     for limit, known in (("--time=30", True), ("--time=UNLIMITED", False)):
         script = tmp_path / "ask.sh"
         script.write_text(f"#!/bin/bash\n{ask}\n")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.kernels.dropout import Rows
-from megazero.kernels.eager import LogitMap
-from megazero.kernels.grouped import GroupedProducts, RowGroups
-from megazero.kernels.matmul import Products
-from megazero.model.layers.fused_attention import FLASH_CAPABILITY
-from megazero.step.engine import Engine
+from megazero.engine.kernels.dropout import Rows
+from megazero.engine.kernels.eager import LogitMap
+from megazero.engine.kernels.grouped import GroupedProducts, RowGroups
+from megazero.engine.kernels.matmul import Products
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.layers.fused_attention import FLASH_CAPABILITY
+from megazero.engine.step.engine import Engine
 from tests.helpers import kernel_checks
 from tests.parallel.cases import MODEL, STEPS, Case, micro_batches
 from tests.parallel.test_parity import relative_error

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.kernels.matmul import Products, writes_wide
-from megazero.memory.copies import StreamCopies
-from megazero.memory.fragmentation import device_fragmentation
-from megazero.memory.tracker import MemoryTracker
-from megazero.step.engine import Engine
+from megazero.engine.kernels.matmul import Products, writes_wide
+from megazero.engine.memory.copies import StreamCopies
+from megazero.engine.memory.tracker import MemoryTracker
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.step.engine import Engine
+from megazero.observe.fragmentation import device_fragmentation
 from tests import reference
 from tests.helpers.fragmentation import free, ratio
 from tests.parallel.cases import MODEL, STEPS, Case, micro_batches, reference_batches
@@ -101,7 +101,7 @@ class OneRead(Mesh):
     ids=str,
 )
 def test_a_step_waits_for_the_gpu_once(how: dict[str, Any]) -> None:
-    """CUDA raises at any other wait: see Note [one wait]. tests/unit/test_host_waits.py counts on stand-ins."""
+    """CUDA raises at any other wait: see Note [one wait]. tests/unit/engine/mesh/test_host_waits.py counts on stand-ins."""
     case = Case(**{"precision": "bf16", "micro_batches": 3} | how)
     mesh = OneRead(**vars(Mesh.build(case.layout, 0, torch.device("cuda", 0))))
     engine = Engine(case.config(), mesh)

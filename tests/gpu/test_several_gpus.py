@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megazero.comm.mesh.mesh import Mesh
+from megazero.engine.mesh.mesh import Mesh
 from tests import reference
 from tests.parallel.cases import STEPS, Case, global_batch, train_on
 from tests.parallel.test_parity import relative_error

@@ -11,20 +11,20 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
-from megazero.model.layers.weight import GradWriter, Weight
-from megazero.model.stage import declare
-from megazero.plan.layout.layers import Use
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.layout.topology import Layout
-from megazero.plan.program.operations import COMPUTE, Op, name_of
-from megazero.plan.program.program import program
-from megazero.plan.program.rank_spec import PlannedLayer, rank_spec
-from megazero.plan.schedule.schedules import SCHEDULES
-from megazero.price.time.simulate import Timing, simulate
-from megazero.step.batch import MicroBatch
-from megazero.step.engine import Engine
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.layers.weight import GradWriter, Weight
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.engine.plan.layout.layers import Use
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.program.operations import COMPUTE, Op, name_of
+from megazero.engine.plan.program.program import program
+from megazero.engine.plan.program.rank_spec import PlannedLayer, rank_spec
+from megazero.engine.plan.schedule.schedules import SCHEDULES
+from megazero.engine.step.batch import MicroBatch
+from megazero.engine.step.engine import Engine
+from megazero.flags.resolve import resolve
+from megazero.planner.time.simulate import Timing, simulate
 from scripts.draw_schedule import thirds
 
 

@@ -6,15 +6,15 @@ import gc
 
 import torch
 
-from megazero.config.schema import BYTES, Config
-from megazero.memory.allocated import Allocated
-from megazero.model.layers.context import DeviceBatch, MicroBatchInfo
-from megazero.plan.layout.layers import Use
-from megazero.plan.layout.topology import Layout
-from megazero.plan.program.operations import Forward, Keep
-from megazero.plan.sizes import kept_bytes
-from megazero.price.trace.trace import trace_block
-from megazero.step.engine import Engine
+from megazero.command.rehearsal.allocated import Allocated
+from megazero.engine.model.layers.context import DeviceBatch, MicroBatchInfo
+from megazero.engine.options.schema import BYTES, Config
+from megazero.engine.plan.layout.layers import Use
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.program.operations import Forward, Keep
+from megazero.engine.step.engine import Engine
+from megazero.planner.sizes import kept_bytes
+from megazero.planner.trace.trace import trace_block
 
 
 def kept_by_a_block(engine: Engine) -> list[int]:

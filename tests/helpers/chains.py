@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import (
+from megazero.data.remembered import data_tokenizer
+from megazero.data.writer import IndexedWriter
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
@@ -24,10 +27,7 @@ from megazero.config.schema import (
     TrainingConfig,
     ZeroConfig,
 )
-from megazero.data.remembered import data_tokenizer
-from megazero.data.writer import IndexedWriter
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
+from megazero.flags.resolve import resolve
 from megazero.run.inputs import open_data
 from megazero.run.resume import find_checkpoint
 from tests.helpers.runs import new_run

@@ -23,11 +23,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 from triton.runtime.driver import driver
 
-from megazero.kernels import operators
-from megazero.kernels.dropout import Dropout, Rows
-from megazero.kernels.eager import LogitMap
-from megazero.kernels.rotary import Rotary
-from megazero.kernels.table import TRITON
+from megazero.engine.kernels import operators
+from megazero.engine.kernels.dropout import Dropout, Rows
+from megazero.engine.kernels.eager import LogitMap
+from megazero.engine.kernels.kernel_table import TRITON
+from megazero.engine.kernels.rotary import Rotary
 
 
 class Driver:

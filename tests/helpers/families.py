@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megazero.config.schema import ModelConfig
+from megazero.engine.options.schema import ModelConfig
 
 SCALED = {"rope_scaling_factor": 4.0, "rope_trained_length": 8}
 NORMED = {"qk_layernorm": True, "kv_channels": 14}

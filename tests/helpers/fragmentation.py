@@ -1,6 +1,6 @@
-"""The usual measures of external fragmentation, from the numbers of `megazero.memory.fragmentation`."""
+"""The usual measures of external fragmentation, from the numbers of `megazero.observe.fragmentation`."""
 
-from megazero.memory.fragmentation import Fragmentation
+from megazero.observe.fragmentation import Fragmentation
 
 
 def free(found: Fragmentation) -> int:

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
-from megazero.kernels.dropout import Dropout, Rows
-from megazero.kernels.eager import PRODUCTS, LogitMap, wide
-from megazero.kernels.rotary import Rotary
-from megazero.kernels.table import EAGER, TRITON, LossKernels
-from megazero.model.layers.dealt import DealtTokens, Ranges
-from megazero.model.layers.documents import Documents
-from megazero.model.layers.fused_attention import fused_attention
-from megazero.model.layers.key_exchange import AllKeys, Pair
-from megazero.model.layers.scores import Scores
+from megazero.engine.kernels.dropout import Dropout, Rows
+from megazero.engine.kernels.eager import PRODUCTS, LogitMap, wide
+from megazero.engine.kernels.kernel_table import EAGER, TRITON, LossKernels
+from megazero.engine.kernels.rotary import Rotary
+from megazero.engine.model.context_parallel.dealt import DealtTokens, Ranges
+from megazero.engine.model.context_parallel.key_exchange import AllKeys, Pair
+from megazero.engine.model.documents import Documents
+from megazero.engine.model.layers.fused_attention import fused_attention
+from megazero.engine.model.scores import Scores
 
 
 def randn(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:

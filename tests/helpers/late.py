@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megazero.comm.mesh.collectives import Axis
+from megazero.engine.mesh.collectives import Axis
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 
 import megazero
-from megazero.config.cli import parse
+from megazero.flags.cli import parse
 from tests.helpers.parsers import remember_parsers
 
 OWN = [module.name for module in pkgutil.walk_packages(megazero.__path__, "megazero.")]

@@ -1,4 +1,4 @@
-"""Rules of our English. `python -m tests.helpers.prose megazero/zero docs/run.md` lists the sentences that break them.
+"""Rules of our English. `python -m tests.helpers.prose megazero/engine/zero docs/run.md` lists the sentences that break them.
 
 The rules hold in docstrings, comments, messages, `--help` and documents. Code in backticks and quotations are exempt.
 """
@@ -20,8 +20,8 @@ EXEMPT = (
     "docs/decisions",
     "docs/log",
     "tests/helpers/prose.py",
-    "tests/unit/test_prose.py",
-    "tests/unit/test_house.py",
+    "tests/unit/house/test_prose.py",
+    "tests/unit/house/test_house.py",
 )
 
 # (the pattern, what to write instead)

@@ -319,7 +319,7 @@ class _Groups:
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
-    from tests.helpers import ranks  # by its name, because pickles refer to it
+    from tests.helpers import ranks
 
     rank, world, rendezvous, gpus, reuse, descriptor = sys.argv[1:]
     ranks.serve(ranks.Group(int(rank), int(world), rendezvous, gpus == "1", reuse == "1"), Connection(int(descriptor)))

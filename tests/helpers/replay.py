@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megazero.config.schema import ActivationConfig, Config, ModelConfig, ZeroConfig
-from megazero.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
-from megazero.plan.layout.topology import Layout
-from megazero.plan.program.operations import (
+from megazero.engine.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
+from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig, ZeroConfig
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.program.operations import (
     Backward,
     Drop,
     Forward,
@@ -28,9 +28,9 @@ from megazero.plan.program.operations import (
     Wait,
     inner,
 )
-from megazero.plan.program.program import program
-from megazero.plan.program.rank_spec import rank_spec
-from megazero.plan.schedule.schedules import EVALUATION
+from megazero.engine.plan.program.program import program
+from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.engine.plan.schedule.schedules import EVALUATION
 from tests.caching_allocator import Block, CachingAllocator
 
 

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from megazero.config.schema import ModelConfig
+from megazero.engine.options.schema import ModelConfig
 
 LAMBDA = 10.0  # exceeded with a probability of 4e-22
 

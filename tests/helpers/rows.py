@@ -8,13 +8,13 @@ import functools
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from megazero.config.architectures import ARCHITECTURES as TRAITS
-from megazero.config.architectures import ArchitectureTraits
-from megazero.config.cli import parse
-from megazero.config.flags import flags
-from megazero.config.schema import Config
-from megazero.model.block import BLOCK_CLASSES, ParallelBlock, SequentialBlock
-from megazero.model.layers.layer import Layer
+from megazero.engine.model.block import BLOCK_CLASSES, ParallelBlock, SequentialBlock
+from megazero.engine.model.layers.layer import Layer
+from megazero.engine.options.architectures import ARCHITECTURES as TRAITS
+from megazero.engine.options.architectures import ArchitectureTraits
+from megazero.engine.options.schema import Config
+from megazero.flags.cli import parse
+from megazero.flags.flag_names import flags
 from tests.parallel.test_kinds import WIDE, AlternatingBlock
 
 LLAMA = TRAITS["llama"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import Config
 from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.options.schema import Config
 from megazero.run.checkpoints import Checkpoints
-from megazero.run.run import TrainingRun
 from megazero.run.stopping import Wishes
 from megazero.run.trainer import Trainer
+from megazero.run.training_run import TrainingRun
 
 
 def new_run(

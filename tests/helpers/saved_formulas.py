@@ -1,6 +1,6 @@
 """Activations that a block of GPT-2 saves from its forward for its backward: one row per tensor, in closed form.
 
-An independent witness for `price.trace.trace`, which runs the block instead.
+An independent witness for `planner.trace.trace`, which runs the block instead.
 
 Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the residual stream on this rank (T / tp with sequence
 parallelism, else T), h hidden, n heads, f ffn; /tp = this rank's part.
@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from megazero.config.schema import BYTES, Config
-from megazero.model.layers.fused_attention import is_fused
-from megazero.plan.layout.flat_layout import partition_numel
-from megazero.plan.layout.topology import Layout
+from megazero.engine.model.layers.fused_attention import is_fused
+from megazero.engine.options.schema import BYTES, Config
+from megazero.engine.plan.layout.flat_layout import partition_numel
+from megazero.engine.plan.layout.topology import Layout
 
 
 class Saved(NamedTuple):

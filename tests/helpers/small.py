@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megazero.kernels.initial_values import seed_of
+from megazero.engine.kernels.initial_values import seed_of
 
 BLOCK = 32
 MANTISSA = {False: 4, True: 3}  # by whether numbers are positive

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megazero.config.schema import Config
-from megazero.model.stage import declare
-from megazero.plan.layout.topology import Layout
-from megazero.plan.program.rank_spec import rank_spec
-from megazero.plan.sizes import LayerSizes
-from megazero.price.trace.trace import layer_sizes
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.planner.sizes import LayerSizes
+from megazero.planner.trace.trace import layer_sizes
 
 
 def trace_layers(config: Config, layout: Layout, pp: int, device_type: str = "cpu") -> dict[str, LayerSizes]:

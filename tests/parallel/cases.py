@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.batch_sizes import PADDING
-from megazero.config.schema import (
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.batch_sizes import PADDING
+from megazero.engine.options.schema import (
     ActivationConfig,
     Config,
     DataConfig,
@@ -21,13 +22,12 @@ from megazero.config.schema import (
     TrainingConfig,
     ZeroConfig,
 )
-from megazero.model.stage import declare
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.step.batch import MicroBatch
+from megazero.engine.step.engine import Engine
+from megazero.engine.step.expert_loads import ExpertLoads
+from megazero.flags.resolve import resolve
 from megazero.observe.memory_report import explain_out_of_memory
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.layout.topology import Layout
-from megazero.step.batch import MicroBatch
-from megazero.step.engine import Engine
-from megazero.step.expert_loads import ExpertLoads
 
 # Odd on purpose: 5 layers, 6 heads, a prime vocabulary, a sequence that no axis divides. Weights of 0.05: with 0.02 in
 # so narrow a model, gradients of queries and keys come near fp32's rounding, and Adam makes a full step of their noise.

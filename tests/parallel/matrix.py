@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from megazero.plan.schedule.schedules import SCHEDULES
+from megazero.engine.plan.schedule.schedules import SCHEDULES
 from tests.helpers.families import FAMILIES
 from tests.parallel.cases import MODEL, RESETS, Case
 
@@ -125,7 +125,7 @@ MIXTURES = {  # level -> levels of experts and division
     "all of 4, ep 2": ("all of 4, gated", "ep 2"),
     "all of 4, whole": ("all of 4, gated", "whole"),
 }
-# The paths of a GPU, on the pretended one (tests/helpers/pretended_gpu): a matrix whose twin on a CPU is `FACTORS`.
+# The paths of a GPU, on the pretended one (tests/pretended_gpu): a matrix whose twin on a CPU is `FACTORS`.
 ON_GPU: Factors = {
     **dict.fromkeys(LAYOUT, (1, 2)),
     "device": ("pretended gpu",),

@@ -12,8 +12,11 @@ import numpy as np
 import torch
 
 from megazero import checkpoint
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import (
+from megazero.data.tokenizer import load_tokenizer
+from megazero.data.writer import IndexedWriter
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
@@ -21,16 +24,13 @@ from megazero.config.schema import (
     ParallelConfig,
     TrainingConfig,
 )
-from megazero.data.tokenizer import load_tokenizer
-from megazero.data.writer import IndexedWriter
+from megazero.engine.zero.shards import LocalShard
+from megazero.flags.resolve import resolve
 from megazero.log import log_as
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
 from megazero.run.inputs import open_data
 from megazero.run.resume import find_checkpoint
-from megazero.run.run import TrainingRun
 from megazero.run.stopping import DeadRun, Wish
-from megazero.zero.shards import LocalShard
+from megazero.run.training_run import TrainingRun
 from tests.helpers.runs import new_run
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=257)

@@ -1,4 +1,4 @@
-"""Activations that a block saves for its backward, against `price.trace.trace`: tensor by tensor, to the byte."""
+"""Activations that a block saves for its backward, against `planner.trace.trace`: tensor by tensor, to the byte."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.activations.store import KeptInputs
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
-from megazero.memory.tracker import MemoryTracker
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.layout.topology import Layout
+from megazero.engine.activations.store import KeptInputs
+from megazero.engine.memory.tracker import MemoryTracker
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.resolve import resolve
 from tests.helpers.block_bytes import block_saves, kept_by_a_block, korthikanti
 from tests.parallel.cases import MODEL, Case, new_engine, train
 

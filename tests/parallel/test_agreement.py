@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.comm.launch.agreement import agree
-from megazero.comm.launch.world import World
+from megazero.cluster.same_start import agree
+from megazero.world import World
 
 CPU = torch.device("cpu")
 ALIKE = {"--lr": "0.1", "--tensor-model-parallel-size": "1", "--seed": "5"}

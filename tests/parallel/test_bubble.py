@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from megazero.engine.plan.program.operations import (
+    Backward,
+    BackwardWeights,
+    Forward,
+    GradNorm,
+    Op,
+    Recompute,
+    Recv,
+    Wait,
+)
+from megazero.engine.plan.program.program import program
+from megazero.engine.plan.schedule.schedules import SCHEDULES
 from megazero.observe.bubble import BubbleMeter, StageTimes, bubble, stage_times
 from megazero.observe.timeline import Interval
-from megazero.plan.program.operations import Backward, BackwardWeights, Forward, GradNorm, Op, Recompute, Recv, Wait
-from megazero.plan.program.program import program
-from megazero.plan.schedule.schedules import SCHEDULES
-from megazero.price.time.simulate import Timing, simulate
+from megazero.planner.time.simulate import Timing, simulate
 from scripts.draw_schedule import play
 from tests.parallel.cases import Case, new_engine
 

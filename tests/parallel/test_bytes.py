@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import CheckpointConfig, Config, EvaluationConfig
-from megazero.kernels import initial_values
-from megazero.memory.allocated import Allocated
-from megazero.model.stage import declare
-from megazero.plan.layout.layers import num_parameters, stage_units
-from megazero.plan.layout.parameters import unit_layout
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.layout.topology import Layout
-from megazero.price.bytes.estimate import estimate
-from megazero.step.engine import Engine, StepResult
+from megazero.command.rehearsal.allocated import Allocated
+from megazero.engine.kernels import initial_values
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import CheckpointConfig, Config, EvaluationConfig
+from megazero.engine.plan.layout.layers import num_parameters, stage_units
+from megazero.engine.plan.layout.parameters import unit_layout
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.step.engine import Engine, StepResult
+from megazero.flags.resolve import resolve
+from megazero.planner.bytes.estimate import estimate
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)

@@ -19,8 +19,8 @@ import torch.multiprocessing as mp
 
 from megazero import checkpoint
 from megazero.checkpoint import manifest, tensor_file
-from megazero.zero import shards
-from megazero.zero.shards import LocalShard
+from megazero.engine.zero import shards
+from megazero.engine.zero.shards import LocalShard
 
 TIME_LIMIT = 600.0  # seconds, for a group of ranks
 

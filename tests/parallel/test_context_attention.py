@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megazero.comm.mesh.collectives import Axis
-from megazero.comm.mesh.mesh import Mesh
-from megazero.kernels.dropout import Dropout
-from megazero.kernels.table import EAGER
-from megazero.model.layers.attention import CoreAttention
-from megazero.model.layers.dealt import DealtTokens, score_rows
-from megazero.model.layers.documents import Documents
-from megazero.model.layers.fused_attention import is_fused
-from megazero.model.layers.scores import Scores
-from megazero.plan.layout.topology import Layout
+from megazero.engine.kernels.dropout import Dropout
+from megazero.engine.kernels.kernel_table import EAGER
+from megazero.engine.mesh.collectives import Axis
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.context_parallel.dealt import DealtTokens, score_rows
+from megazero.engine.model.documents import Documents
+from megazero.engine.model.layers.attention import CoreAttention
+from megazero.engine.model.layers.fused_attention import is_fused
+from megazero.engine.model.scores import Scores
+from megazero.engine.plan.layout.topology import Layout
 from tests.helpers.late import late_collectives
-from tests.helpers.pretended_gpu import GPU, pretended_gpu
 from tests.helpers.rings import by_default
 from tests.helpers.rounding import error_bound
+from tests.pretended_gpu import GPU, pretended_gpu
 
 B, HEADS, DIM = 2, 4, 8
 SAMPLES = (40, 41)  # global numbers

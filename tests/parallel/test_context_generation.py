@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.comm.mesh.collectives import Axis
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import ModelConfig
+from megazero.engine.kernels.dropout import Dropout, Rows
+from megazero.engine.kernels.kernel_table import EAGER
+from megazero.engine.mesh.collectives import Axis
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.context_parallel.dealt import DealtTokens
+from megazero.engine.model.layers.attention import CoreAttention
+from megazero.engine.model.layers.kv_cache import KVCache
+from megazero.engine.model.scores import Scores
+from megazero.engine.options.schema import ModelConfig
+from megazero.engine.plan.layout.topology import Layout
 from megazero.generation.generate import Generator, NewTokens, Text
 from megazero.generation.model import InferenceModel
 from megazero.generation.sampling import Sampling
-from megazero.kernels.dropout import Dropout, Rows
-from megazero.kernels.table import EAGER
-from megazero.model.layers.attention import CoreAttention
-from megazero.model.layers.dealt import DealtTokens
-from megazero.model.layers.kv_cache import KVCache
-from megazero.model.layers.scores import Scores
-from megazero.plan.layout.topology import Layout
 from tests import reference
 from tests.helpers.ranks import Ranks
 from tests.parallel.cases import MODEL, Case, new_engine

@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.config.architectures import ARCHITECTURES
-from megazero.kernels.dropout import Rows
-from megazero.model.layers.context import MicroBatchInfo
-from megazero.model.layers.kv_cache import KVCache
-from megazero.price.bytes.estimate import estimate
+from megazero.engine.kernels.dropout import Rows
+from megazero.engine.model.layers.context import MicroBatchInfo
+from megazero.engine.model.layers.kv_cache import KVCache
+from megazero.engine.options.architectures import ARCHITECTURES
+from megazero.planner.bytes.estimate import estimate
 from tests import reference
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, Outcome, evaluate, global_batch, new_engine, train

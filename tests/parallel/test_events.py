@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.comm.mesh.collectives import Axis, Pending
-from megazero.plan.program.operations import Op, Open
-from megazero.step.engine import Engine
+from megazero.engine.mesh.collectives import Axis, Pending
+from megazero.engine.plan.program.operations import Op, Open
+from megazero.engine.step.engine import Engine
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine
 
 STARTS = ("start_all_reduce", "start_all_gather", "start_reduce_scatter")

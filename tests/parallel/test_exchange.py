@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.plan.layout.topology import Layout
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.plan.layout.topology import Layout
 from tests.helpers.late import late_collectives
 from tests.helpers.resident import forget_peak, resident
 

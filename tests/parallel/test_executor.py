@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from megazero.plan.program.operations import name_of
-from megazero.plan.schedule.schedules import SCHEDULES
+from megazero.engine.plan.program.operations import name_of
+from megazero.engine.plan.schedule.schedules import SCHEDULES
 from tests.helpers.asleep import Work, asleep
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.comm.mesh.mesh import Mesh
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.step.engine import Engine
 from megazero.generation.generate import NewTokens
 from megazero.generation.model import InferenceModel
-from megazero.plan.layout.topology import Layout
-from megazero.step.engine import Engine
 from tests.helpers import chains
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.model.layers.context import DTYPES
+from megazero.engine.model.layers.context import DTYPES
 from tests.helpers.rings import SECOND, by_default
 from tests.parallel import matrix
 from tests.parallel.cases import MODEL, STEPS, Case, train

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from megazero.checkpoint.manifest import read_manifest
-from megazero.config.schema import CheckpointConfig
+from megazero.engine.options.schema import CheckpointConfig
 from megazero.run.exports import Exports, guard_exports
 from megazero.run.resume import find_checkpoint
-from megazero.run.run import TrainingRun
+from megazero.run.training_run import TrainingRun
 from tests.helpers.ranks import Ranks
 from tests.parallel.runs import configured, names, run_of, train, write_corpus
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.launch.errors import PeerLost
+from megazero.cluster.watchdog import Activity
 from megazero.command.errors import place_of
+from megazero.engine.mesh.peer_errors import PeerLost
+from megazero.engine.plan.program.operations import Keep, Op, Open, Recompute
+from megazero.engine.step.engine import Engine
 from megazero.observe import memory_report
-from megazero.observe.watchdog import Activity
-from megazero.plan.program.operations import Keep, Op, Open, Recompute
-from megazero.step.engine import Engine
 from tests.parallel.cases import Case, micro_batches, new_engine
 
 ERRORS = [

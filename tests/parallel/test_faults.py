@@ -12,15 +12,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.comm.launch.errors import PeerLost
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import Config, ModelConfig, TrainingConfig
-from megazero.model.stage import declare
-from megazero.plan.layout.resolve import resolve
-from megazero.plan.layout.topology import Layout
-from megazero.plan.program.operations import Backward, Forward, Op, Reduce, Start
-from megazero.step.bad_step import LayerResult, samples_text
-from megazero.step.engine import Engine, LossScaleExhausted
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.mesh.peer_errors import PeerLost
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.program.operations import Backward, Forward, Op, Reduce, Start
+from megazero.engine.step.bad_step import LayerResult, samples_text
+from megazero.engine.step.engine import Engine, LossScaleExhausted
+from megazero.flags.resolve import resolve
 from tests.parallel.cases import Case, MicroBatch, micro_batches, new_engine, train
 
 

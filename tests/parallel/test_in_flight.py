@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.mesh.in_flight import OverlapError
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.schema import CheckpointConfig
 from megazero.data.corpora import open_datasets
-from megazero.plan.layout.topology import Layout
-from megazero.run.run import TrainingRun
+from megazero.engine.mesh.in_flight import OverlapError
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.options.schema import CheckpointConfig
+from megazero.engine.plan.layout.topology import Layout
+from megazero.run.training_run import TrainingRun
 from tests.helpers.late import late_collectives
 from tests.helpers.runs import new_run
 from tests.parallel.cases import Case

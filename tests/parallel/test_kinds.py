@@ -13,22 +13,22 @@ from unittest.mock import patch
 
 import pytest
 
-from megazero.config.architectures import ARCHITECTURES as OPTIONS
-from megazero.config.cli import parse
-from megazero.config.schema import ModelConfig
-from megazero.model.block import BLOCK_CLASSES, SequentialBlock
-from megazero.model.layers.attention import GroupedAttention
-from megazero.model.layers.context import Context
-from megazero.model.layers.mlp import MLP
-from megazero.model.layers.norm import LayerNorm, RMSNorm
-from megazero.model.stage import declare
-from megazero.plan.layout.layers import layer_costs
-from megazero.plan.layout.zero_policy import DENSE
-from megazero.plan.schedule.split import rank_costs
-from megazero.price.search.candidates import Sizes
-from megazero.price.search.search import ClosedTerms
-from megazero.price.time.devices import load_device
-from megazero.price.trace.trace import model_flops
+from megazero.engine.model.block import BLOCK_CLASSES, SequentialBlock
+from megazero.engine.model.layers.attention import GroupedAttention
+from megazero.engine.model.layers.context import Context
+from megazero.engine.model.layers.mlp import MLP
+from megazero.engine.model.layers.norm import LayerNorm, RMSNorm
+from megazero.engine.model.stage import declare
+from megazero.engine.options.architectures import ARCHITECTURES as OPTIONS
+from megazero.engine.options.schema import ModelConfig
+from megazero.engine.plan.layout.layers import layer_costs
+from megazero.engine.plan.layout.zero_policy import DENSE
+from megazero.engine.plan.schedule.split import rank_costs
+from megazero.flags.cli import parse
+from megazero.planner.search.candidates import Sizes
+from megazero.planner.search.search import ClosedTerms
+from megazero.planner.time.devices import load_device
+from megazero.planner.trace.trace import model_flops
 from tests.helpers.rings import by_default
 from tests.helpers.traces import trace_layers
 from tests.parallel.cases import Case, Outcome, train

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megazero.comm.mesh.collectives import Axis
-from megazero.comm.mesh.groups import GroupMaker
-from megazero.comm.mesh.mesh import Mesh, make_links
+from megazero.engine.mesh.collectives import Axis
+from megazero.engine.mesh.groups import GroupMaker
+from megazero.engine.mesh.mesh import Mesh, make_links
 from tests.parallel.cases import Case, Outcome, train, train_on
 
 pytestmark = pytest.mark.second

@@ -31,19 +31,19 @@ import torch.distributed as dist
 from megazero.checkpoint import MemoryCheckpoints, in_memory, manifest, tensor_file
 from megazero.checkpoint.in_memory import Held, whole
 from megazero.checkpoint.nodes import Nodes
-from megazero.comm.launch.world import Node, this_node
-from megazero.config.cli import parse
-from megazero.config.schema import Config
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config
+from megazero.engine.plan.layout.layers import num_parameters
+from megazero.engine.zero.shards import LocalShard
+from megazero.flags.cli import parse
 from megazero.log import log
-from megazero.model.stage import declare
-from megazero.plan.layout.layers import num_parameters
-from megazero.price.bytes import estimate
-from megazero.price.plan import make_plan, plan_config
-from megazero.price.plan_report import summary
+from megazero.planner.bytes import estimate
+from megazero.planner.plan_report import summary
+from megazero.planner.run_plan import make_plan, plan_config
 from megazero.run.resume import find_checkpoint
-from megazero.run.run import TrainingRun
+from megazero.run.training_run import TrainingRun
 from megazero.units import size
-from megazero.zero.shards import LocalShard
+from megazero.world import Node, this_node
 from tests.helpers.chains import LAYOUTS, Curve, configured, deviation, make_corpus
 from tests.helpers.ranks import RankError
 from tests.parallel.runs import configured as small

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.price.bytes.estimate import estimate
+from megazero.planner.bytes.estimate import estimate
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, train
 from tests.parallel.test_parity import SHALLOW, WITH_MUON, check_balance, check_bytes, expected, fp64, relative_error

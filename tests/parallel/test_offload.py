@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megazero.config.optimizers import ADAMW
-from megazero.model.stage import declare
-from megazero.plan.optimizer_sizes import Rates
-from megazero.plan.program.operations import (
+from megazero.engine.model.stage import declare
+from megazero.engine.options.optimizers import ADAMW
+from megazero.engine.plan.optimizer_sizes import Rates
+from megazero.engine.plan.program.operations import (
     FetchGradient,
     FetchWeights,
     GradNorm,
@@ -26,9 +26,9 @@ from megazero.plan.program.operations import (
     Wait,
     name_of,
 )
-from megazero.plan.program.program import Program, program
-from megazero.plan.program.rank_spec import RankSpec, rank_spec
-from megazero.price.bytes.estimate import estimate
+from megazero.engine.plan.program.program import Program, program
+from megazero.engine.plan.program.rank_spec import RankSpec, rank_spec
+from megazero.planner.bytes.estimate import estimate
 from tests.helpers.chains import Curve, configured, make_corpus
 from tests.helpers.chains import train as train_chain
 from tests.helpers.rings import by_default

@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.config.schema import ModelConfig
-from megazero.kernels.dropout import Dropout
-from megazero.price.bytes.estimate import estimate
+from megazero.engine.kernels.dropout import Dropout
+from megazero.engine.options.schema import ModelConfig
+from megazero.planner.bytes.estimate import estimate
 from tests import reference
 from tests.helpers.late import late_collectives
 from tests.helpers.rings import SECOND, by_default

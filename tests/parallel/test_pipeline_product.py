@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.plan.schedule.schedules import SCHEDULES
-from megazero.price.bytes.estimate import estimate
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.plan.schedule.schedules import SCHEDULES
+from megazero.planner.bytes.estimate import estimate
 from tests.helpers.late import late_collectives
 from tests.parallel.cases import MODEL, Case, Outcome, train_on
 from tests.parallel.test_parity import TOLERANCE, expected, fp64, relative_error

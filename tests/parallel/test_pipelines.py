@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megazero import checkpoint
-from megazero.plan.schedule.schedules import SCHEDULES
-from megazero.price.bytes.estimate import estimate
+from megazero.engine.plan.schedule.schedules import SCHEDULES
+from megazero.planner.bytes.estimate import estimate
 from tests.helpers.rings import SECOND, by_default
 from tests.parallel.cases import MODEL, Case, evaluate, micro_batches, new_engine, train
 from tests.parallel.test_parity import TOLERANCE, expected, fp64, relative_error, train_late

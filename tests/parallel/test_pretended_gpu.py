@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.model.stage import declare
-from megazero.plan.program.rank_spec import rank_spec
-from megazero.price.bytes.estimate import estimate
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.stage import declare
+from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.planner.bytes.estimate import estimate
 from tests.helpers.planted import Fault, planted
-from tests.helpers.pretended_gpu import EARLY_FREE, GPU, MIXED_DEVICES, RACE, Finding, pretended_gpu
 from tests.helpers.ranks import RankError
 from tests.helpers.rings import SECOND, by_default
 from tests.parallel import matrix
 from tests.parallel.cases import MODEL, Case, Outcome, train_on
 from tests.parallel.test_parity import check_bytes, check_near, parameters
+from tests.pretended_gpu import EARLY_FREE, GPU, MIXED_DEVICES, RACE, Finding, pretended_gpu
 
 FOR_GRADIENTS = ["Stream.synchronize", "copy_ of pageable memory [GradNorm]"]  # in host memory, and their norm
 STEPS = 2  # the second finds buffers, streams and moments of the first
@@ -153,9 +153,9 @@ OFFLOADED = Case(model=SMALL, kernels="eager", recompute="full", host=True, micr
 ROTARY = Case(model=replace(SMALL, architecture="llama"), kernels="eager")
 SHARDED = Case(dp=2, zero=3, model=SMALL, kernels="eager")
 STAGES = Case(pp=2, model=SMALL, kernels="eager", micro_batches=3)
-STORE = "megazero.memory.copies", "StreamCopies", "start_store"
-FETCH = "megazero.memory.copies", "StreamCopies", "start_fetch"
-START = "megazero.comm.mesh.collectives", "Axis", "_start"
+STORE = "megazero.engine.memory.copies", "StreamCopies", "start_store"
+FETCH = "megazero.engine.memory.copies", "StreamCopies", "start_fetch"
+START = "megazero.engine.mesh.collectives", "Axis", "_start"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ START = "megazero.comm.mesh.collectives", "Axis", "_start"
     [
         pytest.param(
             OFFLOADED,
-            Fault("megazero.memory.copies", "DeviceCopy", "wait", "self.done is not None", "False"),
+            Fault("megazero.engine.memory.copies", "DeviceCopy", "wait", "self.done is not None", "False"),
             {RACE},
             "native_layer_norm [Recompute blocks.2 mb 0] on the compute stream reads bytes of a tensor in device "
             "memory that copy_ [start Fetch blocks.2 mb 0] on stream 2 writes",
@@ -210,7 +210,7 @@ START = "megazero.comm.mesh.collectives", "Axis", "_start"
         ),
         pytest.param(
             ROTARY,
-            Fault("megazero.kernels.rotary", "Rotary", "tables", "angles.sin()", "angles.sin().cpu()"),
+            Fault("megazero.engine.kernels.rotary", "Rotary", "tables", "angles.sin()", "angles.sin().cpu()"),
             {MIXED_DEVICES},
             "addcmul_ [Forward blocks.0 mb 0] on the compute stream has a tensor [11, 1, 4] in host memory",
             id="a table is on the host",
@@ -242,7 +242,11 @@ def test_a_planted_fault_is_found(case: Case, fault: Fault, kinds: set[str], wor
 
 def test_an_early_read_is_found(ranks) -> None:
     fault = Fault(
-        "megazero.step.interpreter", "Interpreter", "_norm", "self.zero", "float(self.seed_gradient) and self.zero"
+        "megazero.engine.step.interpreter",
+        "Interpreter",
+        "_norm",
+        "self.zero",
+        "float(self.seed_gradient) and self.zero",
     )
     (watched,) = ranks(1).run(train_watched, ROTARY, fault)
     assert watched.waits == [["__float__ [GradNorm]", "tolist"]] * STEPS
@@ -255,7 +259,7 @@ def test_an_early_read_is_found(ranks) -> None:
         (
             Case(dp=2, zero=2, model=SMALL, kernels="eager", options=(("reduce_bucket_size", 1000),)),
             Fault(
-                "megazero.zero.reduce_scatter",
+                "megazero.engine.zero.reduce_scatter",
                 "Reducer",
                 "start",
                 "range(count)",
@@ -266,7 +270,7 @@ def test_an_early_read_is_found(ranks) -> None:
         (
             STAGES,
             Fault(
-                "megazero.step.interpreter",
+                "megazero.engine.step.interpreter",
                 "Interpreter",
                 "_tag",
                 "op.micro_batch",

@@ -1,6 +1,6 @@
-"""Three witnesses of a rank's bytes: real gloo ranks, `--rehearse`, and `price.bytes.estimate`. They agree to the byte.
+"""Three witnesses of a rank's bytes: real gloo ranks, `--rehearse`, and `planner.bytes.estimate`. They agree to the byte.
 
-The fourth, formulas written down from papers, is in tests/unit/test_closed_formulas.py and tests/unit/test_paper.py.
+The fourth, formulas written down from papers, is in tests/unit/engine/plan/test_closed_formulas.py and tests/unit/test_paper.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megazero.rehearse.rehearsal import RehearsalDevice, rehearse
+from megazero.command.rehearsal.rehearsal import RehearsalDevice, rehearse
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, train
 

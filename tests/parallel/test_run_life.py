@@ -18,21 +18,18 @@ import pytest
 import torch
 
 from megazero.checkpoint.planning import RankPlan
-from megazero.config.schema import (
-    Config,
-    LogConfig,
-)
 from megazero.data.writer import IndexedWriter
-from megazero.model.stage import declare
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config, LogConfig
+from megazero.engine.plan.layout.owned import rank_parts
+from megazero.engine.plan.program.operations import Forward
 from megazero.observe import stragglers
 from megazero.observe.timeline import Interval
-from megazero.plan.layout.owned import rank_parts
-from megazero.plan.program.operations import Forward
 from megazero.run.checkpoints import Checkpoints
 from megazero.run.replicas import check_replicas
 from megazero.run.resume import find_checkpoint
-from megazero.run.run import TrainingRun
 from megazero.run.stopping import Clock, DeadRun, Signals, Wish
+from megazero.run.training_run import TrainingRun
 from tests.parallel.runs import MODEL, configured, names, quietly, run_of, train, weights, write_corpus
 
 

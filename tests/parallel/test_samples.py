@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.config.schema import LogConfig
 from megazero.data.tokenizer import load_tokenizer
+from megazero.engine.options.schema import LogConfig
 from megazero.generation.sampling import Sampling
-from megazero.run.samples import TextSampler, read_prompts
+from megazero.run.text_samples import TextSampler, read_prompts
 from tests import reference
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, new_engine

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint import agreement, tensor_file
-from megazero.config.schema import Config, EvaluationConfig
-from megazero.run.run import TrainingRun
+from megazero.checkpoint import shared_outcome, tensor_file
+from megazero.engine.options.schema import Config, EvaluationConfig
 from megazero.run.run_state import Progress
 from megazero.run.stopping import ENDING, EVALUATING, Clock, DeadRun, Signals, Wish, training_promise
+from megazero.run.training_run import TrainingRun
 from tests.parallel.runs import configured, names, quietly, run_of, weights, write_corpus
 
 
@@ -55,7 +55,7 @@ def test_an_error_of_one_rank_alone_ends_the_run(corpus: str, tmp_path: Path, mo
     def struck(*_: Any) -> None:
         raise RuntimeError("struck")
 
-    monkeypatch.setattr(agreement, "gather", struck)
+    monkeypatch.setattr(shared_outcome, "gather", struck)
     with pytest.raises(RuntimeError, match="struck"):
         run_of(0, 1, configured(corpus, tmp_path, 3)).checkpoints.save(Progress(1, 4))
 

@@ -13,17 +13,27 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megazero.config.schema import Config
-from megazero.model.stage import declare
-from megazero.plan.layout import owned, zero_policy
-from megazero.plan.layout.flat_layout import ALIGN
-from megazero.plan.layout.topology import Layout
-from megazero.plan.layout.zero_policy import ShardingGroup, ZeroPolicy
-from megazero.plan.program import rank_spec
-from megazero.plan.program.operations import Gather, Ops, Reduce, ReduceReplicas, Release, Start, Sync, Wait, inner
-from megazero.plan.program.program import program
-from megazero.price.bytes.estimate import estimate
-from megazero.rehearse.saves import plan_save, pretended_shards
+from megazero.command.rehearsal.rehearsed_save import plan_save, pretended_shards
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config
+from megazero.engine.plan.layout import owned, zero_policy
+from megazero.engine.plan.layout.flat_layout import ALIGN
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.layout.zero_policy import ShardingGroup, ZeroPolicy
+from megazero.engine.plan.program import rank_spec
+from megazero.engine.plan.program.operations import (
+    Gather,
+    Ops,
+    Reduce,
+    ReduceReplicas,
+    Release,
+    Start,
+    Sync,
+    Wait,
+    inner,
+)
+from megazero.engine.plan.program.program import program
+from megazero.planner.bytes.estimate import estimate
 from tests.parallel.cases import Case, Outcome, train
 from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, relative_error
 

@@ -11,13 +11,13 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint.streaming import TensorReader
-from megazero.comm.mesh.mesh import Mesh
-from megazero.optim.small import Wide
-from megazero.optim.step import StepParams
-from megazero.step.engine import Engine
-from megazero.zero import optimizer_shard
-from megazero.zero.optimizer_shard import OptimizerShard
-from megazero.zero.reduce_scatter import Buffer
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.optim.small import Wide
+from megazero.engine.optim.step import StepParams
+from megazero.engine.step.engine import Engine
+from megazero.engine.zero import optimizer_shard
+from megazero.engine.zero.optimizer_shard import OptimizerShard
+from megazero.engine.zero.reduce_scatter import Buffer
 from tests.helpers import small
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, Outcome, micro_batches, new_engine, train, train_on

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megazero.config.schema import LogConfig
+from megazero.engine.options.schema import LogConfig
+from megazero.engine.plan.program.operations import Start, Wait, axis_of, name_of
+from megazero.engine.step.engine import Engine
 from megazero.observe.profiling import Profiler
-from megazero.plan.program.operations import Start, Wait, axis_of, name_of
-from megazero.step.engine import Engine
 from tests.parallel.cases import Case, micro_batches, new_engine
 
 CASES = [

@@ -13,10 +13,10 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import streaming, verify
 from megazero.checkpoint.streaming import TensorReader
-from megazero.config.cli import parse
-from megazero.config.schema import Config, ModelConfig
+from megazero.engine.options.schema import Config, ModelConfig
+from megazero.flags.cli import parse
+from megazero.interop.upcycle import upcycle, with_experts
 from megazero.run.run_state import RunState
-from megazero.run.upcycle import upcycle, with_experts
 from tests.helpers import chains
 from tests.helpers.programs import warm
 

@@ -8,15 +8,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megazero.comm.mesh.mesh import Mesh
-from megazero.config.optimizers import LION, OPTIMIZERS, State
-from megazero.memory.allocated import Allocated
-from megazero.optim.step import StepParams
-from megazero.optim.updates import MATRIX_UPDATES, UPDATES
-from megazero.plan.optimizer_sizes import Rates
-from megazero.rehearse.saves import pretended_shards
-from megazero.step.engine import Engine
-from megazero.zero.reduce_scatter import Buffer
+from megazero.command.rehearsal.allocated import Allocated
+from megazero.command.rehearsal.rehearsed_save import pretended_shards
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.optim.step import StepParams
+from megazero.engine.optim.updates import MATRIX_UPDATES, UPDATES
+from megazero.engine.options.optimizers import LION, OPTIMIZERS, State
+from megazero.engine.plan.optimizer_sizes import Rates
+from megazero.engine.step.engine import Engine
+from megazero.engine.zero.reduce_scatter import Buffer
 from tests.parallel.cases import MODEL, Case, Outcome, train, train_on
 from tests.parallel.test_bytes import FEW_NUMBERS
 from tests.parallel.test_parity import check_bytes

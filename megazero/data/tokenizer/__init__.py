@@ -12,7 +12,7 @@ from megazero.data.tokenizer.backends import (
     gpt2_backend,
 )
 from megazero.data.tokenizer.base import END_OF_DOCUMENT, PROBE, Packed, Tokenizer, beside, end_of_document, pack
-from megazero.data.tokenizer.loading import OTHER_FILES, SPECS, hub_hint, load_tokenizer
+from megazero.data.tokenizer.choose_tokenizer import OTHER_FILES, SPECS, hub_hint, load_tokenizer
 
 __all__ = [
     "END_OF_DOCUMENT",

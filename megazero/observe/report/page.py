@@ -12,12 +12,12 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from megazero.engine.plan.layout.topology import Layout
 from megazero.files import replace_file
 from megazero.observe.progress_line import Record
 from megazero.observe.report.chart import MOST_COLUMNS, Chart, HeatMap, Line, heat_map, line_chart
 from megazero.observe.report.lost_time import KEPT, spent
 from megazero.observe.report.runs import METRICS, Curve, Run, curve, keys_of, read_run, smooth
-from megazero.plan.layout.topology import Layout
 from megazero.units import count, duration, ranges, size, things
 
 REPORT = "report.html"

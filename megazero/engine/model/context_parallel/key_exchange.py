@@ -1,0 +1,144 @@
+"""Exchange of keys and values over the ranks of context parallelism: gathered, or in a ring.
+
+Gathered: every rank has the keys of whole samples, in order. Ring: a rank has the keys of one rank at a time, and those
+of the next rank arrive while it attends to them. Gradients of keys are sums over the ranks, in fp32 if keys are 16 bit.
+
+Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank, t_max most of any rank, c ranks, g groups
+of keys and values of this rank, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megazero.engine.kernels.eager import wide
+from megazero.engine.mesh.collectives import Axis, Pending
+from megazero.engine.model.context_parallel.dealt import DealtTokens, Ranges
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class AllKeys:
+    """No exchange: this rank has all tokens.
+
+    Attributes:
+        again: whether a backward exchanges keys again. Else it uses those that `gather` returned, which are saved.
+        merges: whether attention of a query is merged from several blocks.
+    """
+
+    again = merges = False
+
+    def gather(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
+        """Keys and values [b, g, t, d] of this rank -> those of which `blocks` are made."""
+        return k, v
+
+    def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Pair]:
+        """Yield blocks of all keys and values, [b, g, L, d] each. The first has this rank's own."""
+        yield k, v
+
+    def tokens(self, batch: int, length: int) -> list[tuple[Ranges, ...]]:
+        """Return the indices of the tokens of each block, per sample of s = `length` tokens."""
+        return [((range(length),),) * batch]
+
+    def grad_dtype(self, k: torch.Tensor) -> torch.dtype:
+        """Return the type in which gradients are summed."""
+        return k.dtype
+
+    def reduce(self, gradients: Iterable[Pair]) -> Pair:
+        """Gradients of the keys and values of each block, this rank's summands -> those of this rank's tokens."""
+        (found,) = gradients
+        return found
+
+
+@dataclass(frozen=True)
+class GatheredKeys(AllKeys):
+    """One all-gather of all keys and values, and in backward one reduce-scatter."""
+
+    axis: Axis
+    dealt: DealtTokens
+    again: bool = False
+
+    def gather(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
+        part = _packed((k, v), self.dealt.most).flatten(0, 1)
+        whole = part.new_empty(self.axis.size * len(part), *part.shape[1:])
+        self.axis.all_gather(part, whole)
+        return _unpacked(whole.index_select(0, self.dealt.rows).view(len(k), self.dealt.length, *part.shape[1:]))
+
+    def grad_dtype(self, k: torch.Tensor) -> torch.dtype:
+        return wide(k)
+
+    def reduce(self, gradients: Iterable[Pair]) -> Pair:
+        (found,) = gradients
+        b, g, _, d = found[0].shape
+        buffer = found[0].new_zeros(self.axis.size, b, self.dealt.most, 2, g, d)
+        for number, x in enumerate(found):
+            buffer.view(-1, 2, g, d)[:, number].index_copy_(0, self.dealt.rows, x.transpose(1, 2).flatten(0, 1))
+        own = torch.empty_like(buffer[0])
+        scratch = own.new_empty(self.axis.scratch_numel(own.numel()) if self.axis.needs_staging_buffer else 0)
+        self.axis.start_reduce_scatter(buffer.view(-1), own.view(-1), False, scratch).wait()
+        return _unpacked(own[:, : self.dealt.indices.shape[1]])
+
+
+@dataclass(frozen=True)
+class RingKeys(AllKeys):
+    """c steps. In step i, rank r has the keys of rank r - i. In backward, gradients of keys follow them a step later.
+
+    A rank sums its own gradients at the end, so gradients are sent c - 1 times, as keys are.
+    """
+
+    axis: Axis
+    dealt: DealtTokens
+    again = merges = True
+
+    def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Pair]:
+        buffer = _packed((k, v), self.dealt.most)
+        for step in range(self.axis.size):
+            arriving, pending = buffer, Pending()
+            if step + 1 < self.axis.size:
+                arriving = torch.empty_like(buffer)
+                pending = self.axis.start_shift(buffer, arriving, 1)
+            yield _unpacked(buffer)
+            pending.wait()
+            buffer = arriving
+
+    def tokens(self, batch: int, length: int) -> list[tuple[Ranges, ...]]:
+        return [self.dealt.of_rank((self.axis.rank - step) % self.axis.size) for step in range(self.axis.size)]
+
+    def grad_dtype(self, k: torch.Tensor) -> torch.dtype:
+        return wide(k)
+
+    def reduce(self, gradients: Iterable[Pair]) -> Pair:
+        steps = iter(gradients)
+        own = next(steps)
+        b, g, most, d = own[0].shape
+        travelling, pending = own[0].new_zeros(b, most, 2, g, d), Pending()
+        for pair in steps:
+            pending.wait()
+            for x, summand in zip(_unpacked(travelling), pair, strict=True):
+                x += summand
+            arriving = torch.empty_like(travelling)
+            pending = self.axis.start_shift(travelling, arriving, 1)
+            travelling = arriving
+        pending.wait()
+        dk, dv = (x.add_(arrived) for x, arrived in zip(own, _unpacked(travelling), strict=True))
+        tokens = slice(self.dealt.indices.shape[1])
+        return dk[:, :, tokens], dv[:, :, tokens]
+
+
+def _packed(pair: Pair, most: int) -> torch.Tensor:
+    """Keys and values [b, g, t, d] -> [b, t_max, 2, g, d], with zeros after t."""
+    b, g, t, d = pair[0].shape
+    buffer = pair[0].new_empty(b, most, 2, g, d)
+    for number, x in enumerate(pair):
+        buffer[:, :t, number] = x.transpose(1, 2)
+    buffer[:, t:] = 0
+    return buffer
+
+
+def _unpacked(buffer: torch.Tensor) -> Pair:
+    """[b, t, 2, g, d] -> views [b, g, t, d]"""
+    keys, values = buffer.transpose(1, 3).unbind(2)
+    return keys, values

@@ -1,0 +1,165 @@
+"""Keys and values of earlier tokens, so that the next token of a text costs one token's computation.
+
+A layer with a window keeps as many tokens as the window has. A new token replaces the one that left the window.
+
+Of c context-parallel ranks, rank r keeps positions r, r + c, r + 2 c, ...: as many as any other, in a window too. The
+i-th of them is in slot i modulo the number of slots. A prompt's tokens are dealt as those of a sample are, and each
+rank has all keys of a layer for a moment. Later tokens are computed by every rank, since they are few: each attends
+to its own keys, and the results are merged by their log-sum-exp.
+
+Shapes: b sequences, T new tokens of all sequences on this rank, n heads, g heads of keys and values, d head dim,
+L slots, c context-parallel ranks; /tp = this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from megazero.engine.kernels.dropout import Rows
+from megazero.engine.kernels.eager import wide
+from megazero.engine.mesh.collectives import Axis
+from megazero.engine.model.context_parallel.dealt import DealtTokens
+from megazero.engine.model.context_parallel.key_exchange import GatheredKeys
+from megazero.engine.model.scores import Scores
+from megazero.engine.plan.layout.dealing import deal
+
+
+class AttendPrompt(Protocol):
+    """Attention of the tokens of one prompt that `dealt` gives this rank to all of the prompt's."""
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dealt: DealtTokens | None) -> torch.Tensor:
+        """q [1, n/tp, t, d], k and v [1, g/tp, s, d] -> [t, n/tp * d]. Without `dealt`, t is s."""
+        ...
+
+
+class KVCache:
+    """The keys and values of b sequences in every layer of this rank.
+
+    In `Rows`, `sample` is the number of a sequence and `first` the position of its first new token; `count` is of all
+    ranks together. New tokens follow those in the cache, one at a time, or replace them from position 0 on.
+    """
+
+    def __init__(self, num_sequences: int, capacity: int, cp: Axis | None = None) -> None:
+        """Have room for `capacity` tokens of each sequence on `cp` together, allocated at a layer's first use."""
+        self.num_sequences, self.capacity, self.cp = num_sequences, capacity, cp or Axis("cp", [0], 0)
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [b, g/tp, L, d] each
+        self._deals: dict[tuple[int, torch.device], DealtTokens] = {}
+
+    def dealt(self, count: int, device: torch.device) -> DealtTokens | None:
+        """Return how `count` new tokens of a sequence are dealt; None: every rank computes all, since they are few."""
+        ranks = self.cp.size
+        if ranks == 1 or count < ranks:
+            return None
+        if (count, device) not in self._deals:
+            made = DealtTokens.of([deal(count, ranks).ranges], self.cp.rank, count)
+            there = made._replace(indices=made.indices.to(device), rows=made.rows.to(device))
+            self._deals[count, device] = there
+        return self._deals[count, device]
+
+    def attend(
+        self,
+        layer: int,
+        scores: Scores,
+        prompt: AttendPrompt,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rows: tuple[Rows, ...],
+    ) -> torch.Tensor:
+        """Store new tokens' keys and values, then return the attention of their queries. Has no gradient.
+
+        Shapes: q [T, n/tp, d], k and v [T, g/tp, d] -> [T, n/tp * d].
+        """
+        keys, values = self._of(layer, k, scores.window)
+        if all(row.count == 1 for row in rows):
+            assert [row.sample for row in rows] == list(range(self.num_sequences)), rows
+            return self._attend_once(q, k, v, keys=keys, values=values, rows=rows, scores=scores)
+        deals = [self.dealt(row.count, q.device) for row in rows]
+        counts = [row.count if part is None else part.indices.shape[1] for row, part in zip(rows, deals, strict=True)]
+        found = []
+        for row, dealt, *heads in zip(rows, deals, *(part.split(counts) for part in (q, k, v)), strict=True):
+            own = keys[row.sample : row.sample + 1], values[row.sample : row.sample + 1]
+            if row.first:
+                assert row.count == 1, row
+                found.append(self._attend_once(*heads, *own, (row,), scores))
+                continue
+            queries, *new = (part.transpose(0, 1)[None] for part in heads)  # [1, n or g, t, d]
+            if dealt is not None:
+                new = list(GatheredKeys(self.cp, dealt).gather(*new))
+            mine = torch.arange(row.count, device=q.device)[self.cp.rank :: self.cp.size][-keys.shape[2] :]
+            for cached, part in zip(own, new, strict=True):
+                cached[:, :, mine // self.cp.size % keys.shape[2]] = part[:, :, mine]
+            found.append(prompt(queries, *new, dealt))
+        return torch.cat(found)
+
+    def keep(self, sequences: Sequence[int]) -> None:
+        """Remove all sequences except these, which get the numbers 0, 1, ... in this order."""
+        self.num_sequences = len(sequences)
+        for layer, pair in self._layers.items():
+            self._layers[layer] = tuple(part[list(sequences)] for part in pair)
+
+    def _of(self, layer: int, like: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer not in self._layers:
+            slots = -(-min(window or self.capacity, self.capacity) // self.cp.size)
+            shape = self.num_sequences, like.shape[1], slots, like.shape[2]
+            self._layers[layer] = like.new_zeros(shape), like.new_zeros(shape)
+        return self._layers[layer]
+
+    def _attend_once(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: tuple[Rows, ...],
+        scores: Scores,
+    ) -> torch.Tensor:
+        """One new token per sequence: q [b, n, d], k and v [b, g, d], keys and values [b, g, L, d] -> [b, n * d].
+
+        The n / g queries that share keys are rows of one product, so keys are not repeated.
+        """
+        (b, n, d), (_, g, slots, _), (c, rank) = q.shape, keys.shape, (self.cp.size, self.cp.rank)
+        positions = torch.tensor([row.first for row in rows], device=q.device)
+        sequences = torch.arange(b, device=q.device)
+        at, mine = positions // c % slots, (positions % c == rank)[:, None, None]
+        for cached, new in ((keys, k), (values, v)):
+            cached[sequences, :, at] = torch.where(mine, new, cached[sequences, :, at])
+        used = min(max(row.first for row in rows) // c + 1, slots)
+        keys, values = keys[:, :, :used], values[:, :, :used]
+        last = ((positions - rank) // c)[:, None]  # number of the last of this rank's positions; -1: it has none
+        held = last - (last - torch.arange(used, device=q.device)) % slots  # the same of each slot; below 0: empty
+        seen = held >= 0
+        if scores.window:  # slots of all ranks may be more than the window
+            seen &= positions[:, None] - (held * c + rank) < scores.window
+        seen = seen[:, None, None]  # [b, 1, 1, L]
+        grouped = q.view(b, g, n // g, d)
+        if c > 1:
+            y = self._merged(grouped, keys, values, seen=seen, scores=scores)
+        elif scores.softcap:
+            capped = scores.cap_(grouped * scores.factor(d) @ keys.transpose(-1, -2))
+            y = capped.masked_fill_(~seen, -torch.inf).softmax(-1) @ values
+        else:
+            y = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=seen, scale=scores.scale or None)
+        return y.reshape(b, n * d)
+
+    def _merged(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        """Attend to the keys of all ranks: q [b, g, n/g, d], keys and values [b, g, L, d] -> as q. In fp32 at least.
+
+        The log-sum-exp of a rank that has no key of a sequence is minus infinity, so its weight is 0.
+        """
+        dtype, d = wide(q), q.shape[-1]
+        capped = scores.cap_(q.to(dtype) * scores.factor(d) @ keys.to(dtype).transpose(-1, -2))
+        capped.masked_fill_(~seen, -torch.inf)
+        log_sums = capped.logsumexp(-1, keepdim=True)
+        y = (capped - log_sums.clamp_min(torch.finfo(dtype).min)).exp_() @ values.to(dtype)
+        part = torch.cat([y, log_sums], -1)
+        whole = self.cp.all_gather(part, part.new_empty(self.cp.size * len(part), *part.shape[1:]))
+        whole = whole.view(self.cp.size, *part.shape)
+        return (whole[..., :d] * whole[..., d:].softmax(0)).sum(0).to(q.dtype)

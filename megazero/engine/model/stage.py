@@ -1,0 +1,164 @@
+"""The layers of one pipeline rank, of any architecture; and their declarations as plain values.
+
+Shapes: b micro-batch, s sequence, T' tokens of the residual stream on this rank, h hidden, v vocabulary; /tp = this
+rank's part.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterable
+
+import torch
+import torch.nn as nn
+
+from megazero.engine.kernels.eager import LogitMap
+from megazero.engine.memory.tracker import MemoryTracker
+from megazero.engine.mesh.pretend import pretend_mesh
+from megazero.engine.model.block import BLOCK_CLASSES
+from megazero.engine.model.layers.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream
+from megazero.engine.model.layers.embedding import PositionEmbedding
+from megazero.engine.model.layers.layer import Layer
+from megazero.engine.model.layers.norm import NORMS
+from megazero.engine.model.layers.vocabulary import Output, VocabularyTable
+from megazero.engine.model.layers.weight import Weight, named_weights
+from megazero.engine.options.schema import ModelConfig
+from megazero.engine.plan.layout.layers import End, LayerKind, Layers, Use
+from megazero.engine.plan.layout.parameters import EXPERTS, unit_of
+from megazero.engine.plan.layout.topology import Layout
+
+TOKEN_EMBEDDING, POSITION_EMBEDDING, BLOCKS, HEAD = "token_embedding", "position_embedding", "blocks.", "head"
+
+
+class TokenEmbedding(VocabularyTable, Layer):
+    """The token table, then the embedding's dropout. If a layer of positions follows, that layer has the dropout."""
+
+    use, end = Use.LOOKUP, End.FIRST
+
+    def __init__(self, model: ModelConfig, context: Context) -> None:
+        super().__init__(model, context)
+        probability = 0.0 if model.traits.learned_positions else model.hidden_dropout
+        self.dropout = context.dropout(probability, -1, "embedding")
+
+    def forward(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
+        """ids [b, s] -> [T', h]"""
+        return self.dropout(self.look_up(ids), tokens.dropout_rows)
+
+    def compute(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
+        return self(batch.ids, batch.tokens)
+
+
+class Head(Layer):
+    """Final norm, then loss or logits. The output matrix is its own or, if tied, the token table."""
+
+    use, end = Use.HEAD, End.LAST
+
+    def __init__(self, model: ModelConfig, norm: nn.Module, tied: VocabularyTable | None, context: Context) -> None:
+        super().__init__()
+        self.norm = norm
+        self.output = VocabularyTable(model, context) if tied is None else None
+        self.reads = () if tied is None else (TOKEN_EMBEDDING,)
+        has_bias = "logits" in model.traits.biases
+        self.output_bias = context.weight(model.vocab_size, sharded={0: "tp"}, pads=True) if has_bias else None
+        to_logits = LogitMap(1 / model.logits_divisor, model.final_softcap)
+        table = tied or self.output
+        assert table is not None
+        # a tuple, so that nn.Module does not register the tied table: it is a unit of its own
+        self.vocabulary = Output(table, self.output_bias, to_logits)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [T', h], labels and weights [b, s] -> per sample the sum of weights x cross-entropy in nats, [b] fp64."""
+        return self.vocabulary.loss(self.norm(x), labels, weights)
+
+    def compute(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
+        assert x is not None
+        return self(x, batch.labels, batch.loss_mask)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [.., h] -> [.., v/tp], without a gradient."""
+        return self.vocabulary.logits(self.norm(x))
+
+    def whole_logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [n, h] -> [n, v], the same on all of tp, without a gradient."""
+        return self.vocabulary.whole_logits(self.norm(x))
+
+
+class Stage(nn.Module):
+    """The layers of one pipeline rank. With one rank it is the whole model.
+
+    Attributes:
+        units: unit name -> its weights, in the order of the forward pass. They have no memory yet.
+    """
+
+    def __init__(
+        self, model: ModelConfig, names: Iterable[str], context: Context, frozen: tuple[str, ...] = ()
+    ) -> None:
+        """Build layers without memory.
+
+        Args:
+            names: of the layers, in the order of the forward pass. A tied head adds the token table.
+            frozen: patterns of the names of weights that do not train.
+        """
+        super().__init__()
+        assert model.vocab_size > 0, "the vocabulary size is not resolved yet"
+        names = list(names)
+        self.stream = context.stream
+        tied = not model.untie_embeddings and HEAD in names
+        self.token_embedding = TokenEmbedding(model, context) if tied or TOKEN_EMBEDDING in names else None
+        self.position_embedding = PositionEmbedding(model, context) if POSITION_EMBEDDING in names else None
+        self.blocks = nn.ModuleDict()
+        for number in (name.removeprefix(BLOCKS) for name in names if name.startswith(BLOCKS)):
+            self.blocks[number] = BLOCK_CLASSES[model.architecture](model, int(number), context)
+        table = self.token_embedding if tied else None
+        self.head = Head(model, NORMS[model.traits.norm](model, context), table, context) if HEAD in names else None
+        self.layers = tuple(dict.fromkeys([TOKEN_EMBEDDING] if tied else []) | dict.fromkeys(names))
+        self.units: dict[str, list[Weight]] = {}
+        for name in self.layers:
+            self.units[name] = []
+            for weight in named_weights(self.layer(name), name, frozen):
+                self.units.setdefault(unit_of(name, weight.spec), []).append(weight)
+
+    def layer(self, name: str) -> Layer:
+        return self.get_submodule(name)
+
+    def embed(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
+        """ids [b, s] -> [T', h]; on the first pipeline rank."""
+        assert self.token_embedding is not None
+        x = self.token_embedding(ids, tokens)
+        return x if self.position_embedding is None else self.position_embedding(x, tokens)
+
+    def body(self, x: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
+        """x [T', h] -> [T', h], through this rank's blocks."""
+        for block in self.blocks.values():
+            x = block(x, tokens)
+        return x
+
+
+def block_numbers(names: Iterable[str]) -> frozenset[int]:
+    """Return the numbers of the blocks of these names."""
+    return frozenset(int(name.removeprefix(BLOCKS)) for name in names)
+
+
+@functools.lru_cache(maxsize=64)
+def declare(model: ModelConfig, tp: int = 1) -> Layers:
+    """Return the declarations of a model's layers on `tp` tensor-parallel ranks. Each kind of layer is built once."""
+    mesh = pretend_mesh(Layout(tp=tp), 0, torch.device("meta"), needs_staging_buffer=False)
+    context = Context(ResidualStream(mesh.tp, sharded=False), MemoryTracker(), "fp32", mesh.device)
+    first: dict[Hashable, str] = {}
+    kind_of = {TOKEN_EMBEDDING: TOKEN_EMBEDDING}
+    if model.traits.learned_positions:
+        kind_of[POSITION_EMBEDDING] = POSITION_EMBEDDING
+    for number in range(model.num_layers):
+        name = f"{BLOCKS}{number}"
+        kind_of[name] = first.setdefault(BLOCK_CLASSES[model.architecture].kind(model, number), name)
+    kind_of[HEAD] = HEAD
+    stage = Stage(model, dict.fromkeys(kind_of.values()), context)
+    kinds = {name: _declared(name, stage) for name in stage.layers}
+    return Layers(tp, {name: kinds[kind] for name, kind in kind_of.items()})
+
+
+def _declared(name: str, stage: Stage) -> LayerKind:
+    layer, units = stage.layer(name), (stage.units[name], stage.units.get(name + EXPERTS, []))
+    params = tuple(weight.spec for unit in units for weight in unit)
+    score_flops = sum(getattr(part, "score_flops", 0) for part in layer.modules())
+    return LayerKind(name=name, use=layer.use, end=layer.end, params=params, reads=layer.reads, score_flops=score_flops)

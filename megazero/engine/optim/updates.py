@@ -1,0 +1,9 @@
+"""Updates by the name of their rule in `engine.options.optimizers`. A new one needs a module, a line here and a rule there."""
+
+from __future__ import annotations
+
+from megazero.engine.optim import adamw, lion, muon
+from megazero.engine.optim.step import UpdateFunction
+
+UPDATES: dict[str, UpdateFunction] = {"adamw": adamw.update, "lion": lion.update}
+MATRIX_UPDATES = {"muon": muon.update}

@@ -1,0 +1,199 @@
+"""Flags of a run around its steps: data, evaluation, checkpoints, monitoring, logs, plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megazero.engine.options.limits import Bounds, Iterations, Minutes, Positive, is_number
+
+# A blend of more corpora has no entry per corpus in the metrics, whose lines would be pages.
+MAX_NAMED_CORPORA = 100
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Corpora, tokenizer and reading."""
+
+    data_path: tuple[str, ...] = ()
+    """A corpus: the PREFIX of PREFIX.bin and PREFIX.idx. Or several: PREFIX1 PREFIX2 ... blends them in proportion to
+    their tokens, W1 PREFIX1 W2 PREFIX2 ... by weights."""
+    data_args_path: str = ""
+    """Text file with the words of --data-path, for many corpora. # starts a comment."""
+    split: str = "969,30,1"
+    """Shares of training, validation and test data."""
+    split_by: Literal["auto", "documents", "tokens"] = "auto"
+    """Division of a corpus by --split: documents keeps documents whole, as Megatron-LM does; tokens may cut inside
+    them. auto: documents, unless training, validation or test would get none."""
+    tokenizer: str = ""
+    """File or folder of a tokenizer: tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, or a tiktoken
+    FILE with FILE.json. gpt2:DIR, sentencepiece:FILE and tiktoken:FILE name the kind, which is recognised without.
+    byte: one token per byte. Empty: the tokenizer of the corpus, which PREFIX.json names."""
+    eod_mask_loss: bool = False
+    """Exclude from the loss the first token after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Limit attention to the tokens of the same document."""
+    reset_position_ids: bool = False
+    """Restart positions at 0 after each end-of-document token."""
+    mock_data: bool = False
+    """Train on random tokens instead of --data-path, to try a layout. Needs --vocab-size or --tokenizer."""
+    skip_samples: str = ""
+    """A:B leaves out samples A to B - 1. To pass a loss spike, load an earlier checkpoint and skip the samples of the
+    spike, by their consumed_samples in metrics.jsonl."""
+    num_workers: Annotated[int, Bounds(0, 64, "one thread per rank is ahead of any step")] = 1
+    """Threads per rank that read batches ahead. 0: read in the training thread."""
+
+    @property
+    def named_corpora(self) -> int:
+        """Corpora of --data-path with an entry each in the metrics; 1 if it names one, or too many."""
+        words = self.data_path
+        num_corpora = len(words) // 2 if words and is_number(words[0]) else len(words)  # with weights, or without
+        return num_corpora if 1 < num_corpora <= MAX_NAMED_CORPORA else 1
+
+    @property
+    def document_flags(self) -> tuple[str, ...]:
+        """The flags given that need the end-of-document token."""
+        flags = {
+            "--eod-mask-loss": self.eod_mask_loss,
+            "--reset-attention-mask": self.reset_attention_mask,
+            "--reset-position-ids": self.reset_position_ids,
+        }
+        return tuple(flag for flag, given in flags.items() if given)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Loss of data that is not trained on: during training, or of a checkpoint alone."""
+
+    eval_interval: Iterations = 0
+    """Iterations between evaluations. 0: never."""
+    eval_iters: Annotated[int, Bounds(0, 10**6, "training would wait for days")] = 10
+    """Global batches of an evaluation, always the same ones. 0: the whole split."""
+    eval_only: bool = False
+    """Evaluate the weights of --load on a split of the data (--eval-split), print loss and perplexity, and end. With
+    --log-dir, metrics.jsonl gets a line."""
+    eval_split: Literal["train", "validation", "test"] = "validation"
+    """--eval-only: the split to evaluate."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving, stopping and resuming."""
+
+    save: str = ""
+    """Folder for checkpoints. The last iteration is always saved; if a disk is full, attempts continue for ten minutes.
+    Empty: nothing is saved."""
+    load: str = ""
+    """Folder of checkpoints, or one of its iter_NNNNNNN. In a folder, the newest whole checkpoint is loaded, and
+    damaged ones are skipped with a warning. A folder that is missing, or has nothing to load, is an error, unless it
+    is the folder of --save: then the run starts from the beginning."""
+    finetune: bool = False
+    """Load only weights. Optimizer, schedule and data start from the beginning, at iteration 0."""
+    load_exact: bool = False
+    """End with an error if the newest checkpoint is damaged, instead of loading an older one."""
+    save_interval: Iterations = 0
+    """Iterations between checkpoints. 0: save by time (--save-interval-minutes), and at the end."""
+    save_interval_minutes: Minutes = 30.0
+    """Minutes between checkpoints if --save-interval is not given. 0: save only at the end."""
+    keep_last: Iterations = 0
+    """Checkpoints of this run to keep; older ones are deleted after a save, except the newest one from before skipped
+    iterations. 0: all. Checkpoints of other runs are never deleted."""
+    keep_every: Iterations = 0
+    """Also keep checkpoints whose iteration is a multiple of this. 0: none. Needs --keep-last."""
+    async_save: bool = False
+    """Write checkpoints in the background. Training stops only for a copy to host memory, which needs as much memory as
+    a rank saves. A save that is due waits for the one before it."""
+    memory_checkpoint_interval: Iterations = 0
+    """Iterations between checkpoints in the memory of the nodes, written in the background: each rank's part on its own
+    node and on the next. Needs --save. A resume takes the newest that is whole, if it is newer than the disk's. The
+    next one is skipped if the last is not done. 0: none."""
+    memory_checkpoint_dir: str = ""
+    """Folder in the memory of each node for --memory-checkpoint-interval. Empty: /dev/shm/megazero-UID."""
+    save_hf: str = ""
+    """Folder for exports, iter_NNNNNNN each, as transformers writes models: weights in --precision, config.json,
+    generation_config.json and the tokenizer. The last iteration of --train-iters is always exported. Rank 0 writes them
+    from checkpoints while training continues. Empty: none."""
+    save_hf_interval: Iterations = 0
+    """Iterations between exports to --save-hf. A checkpoint is saved for each. 0: export only at the end."""
+    exit_interval: Iterations = 0
+    """Save and stop when the iteration is a multiple of this. 0: never."""
+    exit_duration_minutes: Minutes = 0.0
+    """Save and stop after this many minutes; with --elastic, from the first start. 0: never."""
+    exit_before_minutes: Minutes = 0.0
+    """Save and stop this many minutes before the time limit of the SLURM job. 0: never."""
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """Finding hangs, slow ranks and wrong results."""
+
+    hang_timeout: Minutes = 0.0
+    """End the run with exit code 124 if a rank makes no progress for this many minutes. Each rank prints its current
+    operation and its stacks. Saving and loading do not count. Choose less than --distributed-timeout-minutes. 0:
+    never."""
+    straggler_interval: Iterations = 100
+    """Iterations between comparisons of the ranks' computing times. Slow ranks are named with their hosts. 0: never."""
+    check_replicas_interval: Iterations = 0
+    """Iterations between checks that all copies of a weight, a moment or a router's biases are equal bit for bit. A
+    difference ends the run. 0: never."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Metrics and progress."""
+
+    log_dir: str = ""
+    """Folder for metrics.jsonl, config.toml (the given flags) and plan.txt (memory, all options, the environment).
+    Empty: none of them is written."""
+    verbose: bool = False
+    """Print at the start also the contents of plan.txt: memory by kind with its formulas, all options, the
+    environment."""
+    log_interval: Positive = 1
+    """Iterations between progress lines; metrics.jsonl has every iteration."""
+    sample_prompts: str = ""
+    """Text file with a prompt per line, for --sample-interval. Use few prompts: each token of an answer takes a forward
+    pass. Needs --tokenizer."""
+    sample_interval: Iterations = 0
+    """Iterations between samples: the model continues each prompt of --sample-prompts by 64 tokens, with the same
+    random numbers each time. They appear in metrics.jsonl, report.html and the loggers. 0: never."""
+    profile_iterations: str = ""
+    """A:B: write a trace of iterations A to B, on all ranks, to --log-dir/trace-A-B.json, for chrome://tracing or
+    ui.perfetto.dev. Empty: none."""
+    tensorboard_dir: str = ""
+    """Folder for TensorBoard. Empty: none."""
+    wandb_project: str = ""
+    """Weights & Biases project. Without an account, the run is written offline under --log-dir. A resume with the same
+    --log-dir continues the same run. Empty: none."""
+    wandb_name: str = ""
+    """Name of the run in --wandb-project. Empty: the name of the --log-dir folder."""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Predictions for a cluster, made on any machine: no GPU, no data and no other ranks are needed."""
+
+    plan: bool = False
+    """Predict the memory, traffic and step time of this run on --world-size devices, print them, write plan.json and
+    plan.png to --log-dir, and end."""
+    plan_search: bool = False
+    """Search the fastest layouts of this model and --global-batch-size that fit on --world-size devices, print them as
+    command lines, and end."""
+    world_size: Annotated[int, Bounds(0, 10**6, "no job has as many ranks")] = 0
+    """--plan, --plan-search: number of devices, one rank each. 0: --plan assumes one."""
+    device_type: str = ""
+    """--plan, --plan-search: a device of scripts/devices, such as h100-80gb or cpu, or a TOML file like those.
+    scripts/measure_device.py writes one for the CPU on which it runs. --layout auto: instead of the file of this
+    run's GPU, or of cpu."""
+    mtbf: Annotated[float, Bounds(0, 1e9, "no device lasts as long")] = 0.0
+    """--plan: mean hours between failures of one device; also print how often to save, and the share of time that
+    failures leave. Llama 3's 16,384 H100 failed 419 times in 54 days: 50,700 hours of a device. 0: print neither."""
+    moe_plan_imbalance: Annotated[float, Bounds(1, 1e3, "few runs have as many ranks of experts")] = 1.0
+    """--plan, --plan-search: rows of tokens that the busiest rank of --expert-model-parallel-size receives, over the
+    mean of these ranks. The plan is that of this rank, whose experts get equally many tokens."""
+    rehearse: str = ""
+    """WORLD[:RANKS]: instead of training, run two steps of one rank of WORLD without the other ranks, and report its
+    bytes by kind, every collective and its part of a checkpoint, next to the estimate. Needs no data and no GPU. RANKS:
+    one rank, several such as 0,399, or stages for one per pipeline stage. Default: rank 0."""
+    rehearse_on: Literal["gpu", "cpu", "here"] = "gpu"
+    """--rehearse: gpu or cpu imitates the kernels and collectives of that device on tensors without data; here uses
+    real tensors on the device of this machine."""

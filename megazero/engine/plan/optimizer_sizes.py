@@ -1,0 +1,230 @@
+"""Bytes of model states, of an optimizer's states and of its updates, in integers. Pure.
+
+The account (`planner.sizes`) adds them up, and `zero` allocates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from megazero.engine.memory import BLOCKS, PAGE
+from megazero.engine.options.optimizers import UpdateRule
+from megazero.engine.options.schema import BYTES, Config
+from megazero.engine.plan.layout.flat_layout import FlatLayout, Matrices, Range, round_up
+from megazero.engine.plan.layout.parameters import ParamSpec
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.layout.zero_policy import DENSE, ShardingGroup, offload_fraction, sharding_groups
+
+
+class Rates(NamedTuple):
+    """Bytes per element.
+
+    Attributes:
+        state: of a master weight.
+        optimizer: of separate master weights and, if the run trains, of the optimizer's states.
+        in_file: of a unit with states in a file: of all master weights and of these states.
+        update: read and written by the optimizer's update.
+    """
+
+    weights: int
+    gradients: int
+    state: int
+    optimizer: Fraction
+    in_file: Fraction
+    update: Fraction
+
+    @classmethod
+    def of(cls, config: Config, rule: UpdateRule) -> Rates:
+        w, g = BYTES[config.training.precision], BYTES[config.training.grad_dtype]
+        state = max(4, w)
+        states = rule.state_bytes(state) if config.trains else Fraction(0)
+        masters = config.optimizer.rules.master_bytes(w, state)
+        return cls(
+            weights=w,
+            gradients=g,
+            state=state,
+            optimizer=masters + states,
+            in_file=state + states,
+            update=rule.update_bytes(state),
+        )
+
+    @classmethod
+    def least(cls, config: Config) -> Rates:
+        """Return the rates of the rule that keeps least."""
+        return min((cls.of(config, rule) for rule in config.optimizer.rules.rules), key=lambda rates: rates.optimizer)
+
+    @property
+    def buffer(self) -> int:
+        """Return those of the host's buffer for gradients and then for updated weights."""
+        return max(self.weights, self.gradients)
+
+    @property
+    def host(self) -> Fraction:
+        """Return those of a unit with states in host memory, this buffer included."""
+        return self.in_file + self.buffer
+
+    def updated(self, clips: bool) -> Fraction:
+        """Return the bytes that a fused update moves: clipping also writes the gradient, narrower numbers are cast."""
+        casts = [each + self.state for each in (self.gradients, self.weights) if each != self.state]
+        return self.update + (self.state if clips else 0) + sum(casts)
+
+
+class Share(NamedTuple):
+    """A state of `each` bytes per element of a rank's units, sharded over `ranks` ranks; of `part` of the elements."""
+
+    each: int | Fraction
+    ranks: int = 1
+    part: float = 1.0
+
+    def of(self, numel: int) -> int:
+        """Return the bytes of units of `numel` elements, padding included."""
+        return int(self.each * (numel // self.ranks) * self.part)
+
+    def __str__(self) -> str:
+        each = f"{float(self.each):g} Psi"
+        each = f"{each} / {self.ranks}" if self.ranks > 1 else each
+        return each if self.part == 1 else f"{self.part:g} x {each}"
+
+
+class States(NamedTuple):
+    """Model states of a rank.
+
+    Attributes:
+        gradients: at the end of an iteration.
+        accumulated: gradients during the iteration, while micro-batches are added up.
+        host, nvme: the states in host memory or in files, at most.
+    """
+
+    parameters: Share
+    optimizer: Share
+    gradients: Share
+    accumulated: Share
+    host: Share
+    nvme: Share
+
+    @classmethod
+    def of(cls, config: Config, layout: Layout) -> States:
+        """Return the states of the dense units."""
+        return cls.by_group(config, layout)[DENSE]
+
+    @classmethod
+    def by_group(cls, config: Config, layout: Layout) -> dict[str, States]:
+        """Return the states of the units of each sharding group."""
+        return {name: cls.of_group(config, group) for name, group in sharding_groups(config, layout).items()}
+
+    @classmethod
+    def of_group(cls, config: Config, group: ShardingGroup) -> States:
+        """Return the states of a group's units; of the optimizer's rules, take the one that keeps least."""
+        rates, policy = Rates.least(config), group.policy
+        gradients, offloaded = rates.gradients if config.trains else 0, offload_fraction(config)
+        in_files = bool(config.optimizer.optimizer_nvme_offload)
+        return cls(
+            parameters=Share(rates.weights, group.shards if policy.parameters else 1),
+            optimizer=Share(rates.optimizer, group.parts, 1 - offloaded),
+            gradients=Share(gradients, group.parts, 1 - offloaded),
+            accumulated=Share(gradients, group.shards, 1 - offloaded)
+            if policy.reduces_each(offloaded > 0)
+            else Share(gradients),
+            host=Share(0 if in_files else rates.host, group.parts, offloaded),
+            nvme=Share(rates.host if in_files else 0, group.parts, offloaded),
+        )
+
+    def at_rest(self, numel: int) -> dict[str, int]:
+        """Return the bytes on the device between steps, by kind, of units of `numel` elements; at least."""
+        return {"parameters": self.parameters.of(numel), "optimizer": self.optimizer.of(numel)}
+
+
+class OwnedSizes(NamedTuple):
+    """Bytes of the part of a unit that a rank owns: at rest, in a file, and in an update.
+
+    Attributes:
+        by_rule: rule -> elements.
+        matrices: those that an optimizer of whole matrices updates.
+        working: elements of the buffers in which the largest of them is updated.
+    """
+
+    run: OptimizerSizes
+    numel: int
+    by_rule: Mapping[UpdateRule, int]
+    matrices: list[Matrices]
+    working: int
+
+    @property
+    def on_device(self) -> int:
+        """Bytes of master weights and states on the device."""
+        return sum(int(n * self.run.rates[rule].optimizer) for rule, n in self.by_rule.items())
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of master weights, states and the buffer in host memory."""
+        return sum(int(n * self.run.rates[rule].host) for rule, n in self.by_rule.items())
+
+    @property
+    def buffer(self) -> int:
+        """Bytes of the host's buffer for gradients and then for updated weights."""
+        return self.numel * self.run.others.buffer
+
+    @property
+    def in_file(self) -> tuple[int, int]:
+        """Bytes of the region in a file: of the buffer, and of master weights and states."""
+        states = sum(int(n * self.run.rates[rule].in_file) for rule, n in self.by_rule.items())
+        return round_up(self.buffer, PAGE), round_up(states, PAGE)
+
+    @property
+    def updated(self) -> int:
+        """Bytes that an update reads and writes."""
+        return int(sum(n * self.run.rates[rule].updated(self.run.clips) for rule, n in self.by_rule.items()))
+
+    @property
+    def temporary(self) -> int:
+        """Bytes that an update allocates: cast gradients, buffers of a matrix, wide copies of narrow states."""
+        rates, working = self.run.others, self.working * self.run.product_bytes
+        cast = self.numel * rates.state if rates.gradients < rates.state else 0
+        splits = self.run.rules.splits
+        return cast + max(rule.scratch_bytes(n, rates.state, splits, working) for rule, n in self.by_rule.items())
+
+
+class OptimizerSizes:
+    """Sizes of a run's optimizer.
+
+    Attributes:
+        others: rates of the rule of tables and vectors.
+        product_bytes: of a number in the products of matrices.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.rules, self.clips = config.optimizer.rules, bool(config.optimizer.clip_grad)
+        self.rates = {rule: Rates.of(config, rule) for rule in self.rules.rules}
+        self.others, self.product_bytes = self.rates[self.rules.others], BYTES[config.training.product_precision]
+
+    def owned(self, flat: FlatLayout, owned: Range, axes: Mapping[str, int], parts: int = 1) -> OwnedSizes:
+        """Return the sizes of the part of a unit in `owned`, or of the mean of `parts` equal parts of it.
+
+        Args:
+            axes: axis -> its ranks, at least for those that divide a matrix.
+        """
+        by_rule = dict.fromkeys(self.rules.rules, 0)
+        for rule, part in flat.by_rule(owned, self.rules):
+            by_rule[rule] += part.numel
+        matrices = flat.matrices_in(owned) if self.rules.matrices.whole_matrices else []
+        working = max((each.working(axes[each.axis] if each.axis else 1) for each in matrices), default=0)
+        return OwnedSizes(
+            run=self,
+            numel=owned.numel // parts,
+            by_rule={rule: n // parts for rule, n in by_rule.items()},
+            matrices=matrices,
+            working=working,
+        )
+
+
+def saved_bytes(config: Config, elements: Iterable[tuple[ParamSpec, int]]) -> int:
+    """Return the bytes in a checkpoint of some elements of each weight: all tensors are as wide as master weights."""
+    numbers = sum(numel * len(config.optimizer.rules.saved(spec.kind)) for spec, numel in elements)
+    return numbers * Rates.least(config).state
+
+
+def block_sizes(regions: Sequence[int]) -> list[int]:
+    """Return the bytes of each block of host memory in which units with these regions of a file take turns."""
+    return [max(regions, default=0)] * min(BLOCKS, len(regions))

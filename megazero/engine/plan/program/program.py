@@ -1,0 +1,96 @@
+"""The program of one rank: a training step as a flat list of operations (`operations`). Pure: no torch.
+
+    schedule                 F0 F1 B0 ...                      order of chunks: `engine.plan.schedule.schedules`
+    -> expand_layers()       Recv, Keep, Forward, Recompute    per layer, with transfers and kept inputs
+    -> assign_slots()        Keep(slot), Drop(slot)            slots of kept inputs
+    -> insert_gathers()      + Gather, Release; Wait(Sync)     ZeRO-3: around uses; ZeRO-1, 2: before the first use
+    -> merge_gathers()       - Release, Gather                 if nothing is computed between them
+    -> insert_reductions()   + Open, Reduce                    after the last contribution
+    -> start_early()         Start(Gather) .. Wait(Gather)     one layer earlier
+    -> start_replica_sums()  + Start(ReduceReplicas)           after a unit's last Reduce
+    -> store_gradients()     + StoreGradient, FetchGradient    after a unit's Reduce, with states on the host: `offload`
+    -> place_weights()       Gather(offset)                    offsets in one arena, by liveness: `arena`
+    + finish_gradients()     ReduceReplicas, SumReplicated, SumTied, GradNorm
+    + update()               Update, FetchWeights, Sync
+
+Every pass maps a list to a list; "+" inserts operations, "-" removes them. The interpreter (`engine.step.interpreter`) runs
+the final list, `planner.bytes.estimate` counts its bytes, `planner.time.simulate` its seconds, and this prints it:
+
+    python scripts/print_program.py --zero-stage 3 --num-layers 2 --vocab-size 50257 --world-size 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from megazero.engine.plan.program.arena import delay, place_weights
+from megazero.engine.plan.program.offload import store_gradients
+from megazero.engine.plan.program.operations import COMPUTE, Keep, Op, Ops, Start, Wait, name_of
+from megazero.engine.plan.program.passes import (
+    assign_slots,
+    expand_layers,
+    finish_gradients,
+    insert_gathers,
+    insert_reductions,
+    merge_gathers,
+    start_early,
+    start_replica_sums,
+    update,
+)
+from megazero.engine.plan.program.rank_spec import RankSpec
+from megazero.engine.plan.schedule.schedules import EVALUATION, live_by_chunk, order_of, peak_live
+
+
+class Program(NamedTuple):
+    """One step in two parts: `gradients` and, unless the step is skipped, `update`."""
+
+    gradients: Ops
+    update: Ops
+    trains: bool  # False: an evaluation
+    num_slots: int  # for kept inputs
+    arena_numel: int  # elements of the arena for gathered weights
+    peak_live: int  # the largest number of (chunk, micro-batch) pairs that wait for their backward
+    live_by_chunk: tuple[int, ...] = ()  # the same number for each chunk
+
+
+def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int | None = None) -> Program:
+    """Return the program of a rank for one iteration, under a schedule of `engine.plan.schedule.schedules`.
+
+    Args:
+        arena_limit: elements of an existing arena. Gathers for which it has no room yet start later.
+    """
+    order = order_of(schedule, spec.pipeline(micro_batches))
+    trains = schedule != EVALUATION
+    placed = assign_slots(spec, expand_layers(spec, order, trains))
+    ops = merge_gathers(insert_gathers(spec, placed))
+    slots = 1 + max((op.slot for op in placed if isinstance(op, Keep) and op.slot is not None), default=-1)
+    sizes = {name: unit.numel for name, unit in spec.units.items()}
+    if trains:
+        ops = insert_reductions(spec, ops)
+    ops = store_gradients(spec, start_replica_sums(spec, start_early(spec, ops)))
+    ops, numel = place_weights(ops if arena_limit is None else delay(ops, sizes, arena_limit), sizes)
+    if not trains:
+        return Program(gradients=ops, update=[], trains=trains, num_slots=slots, arena_numel=numel, peak_live=0)
+    live = live_by_chunk(order, len(spec.chunks))
+    return Program(
+        gradients=ops + finish_gradients(spec),
+        update=update(spec),
+        trains=trains,
+        num_slots=slots,
+        arena_numel=numel,
+        peak_live=peak_live(order),
+        live_by_chunk=live,
+    )
+
+
+# -- printing
+
+
+def text(ops: Iterable[Op]) -> Iterator[str]:
+    """Yield one line per operation: computation on the left, memory in the middle, communication on the right."""
+    for op in ops:
+        if isinstance(op, (Start, Wait)):
+            yield f"{'':34}{name_of(op)}"
+        else:
+            yield name_of(op) if isinstance(op, COMPUTE) else f"{'':17}{name_of(op)}"

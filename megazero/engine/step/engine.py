@@ -1,0 +1,433 @@
+"""One rank's training engine: model, ZeRO, recompute and pipeline; a training step; an evaluation.
+
+Shapes: b micro-batch, M micro-batches of a step, T' tokens of the residual stream on this rank, h hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from megazero.engine.activations.store import KeptInputs
+from megazero.engine.memory.tracker import MemoryTracker
+from megazero.engine.mesh.collectives import MIN
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.layers.context import Context, DeviceBatch
+from megazero.engine.model.stage import Stage, block_numbers, declare
+from megazero.engine.optim.step import StepParams
+from megazero.engine.options.batch_sizes import micro_batches
+from megazero.engine.options.schema import Config
+from megazero.engine.plan.layout.dealing import rank_tokens
+from megazero.engine.plan.program.program import Program, program
+from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.engine.plan.schedule.schedules import EVALUATION
+from megazero.engine.step.bad_step import Inspector, first_bad_result
+from megazero.engine.step.batch import Dealer, MicroBatch, Uploaded, sum_by_corpus, upload_step
+from megazero.engine.step.expert_loads import ExpertLoads, Routers
+from megazero.engine.step.interpreter import ActivationSpec, Compute, Interpreter
+from megazero.engine.step.optimization import LossScale, clip_factor, learning_rate
+from megazero.engine.zero.flat_unit import ZeroOptions
+from megazero.engine.zero.optimizer_shard import state_name
+from megazero.engine.zero.shards import LocalShard
+from megazero.engine.zero.zero import Zero
+
+Explain = Callable[[Exception, "Engine", Program], str]
+
+
+class LossScaleExhausted(Exception):
+    """fp16 gradients overflow at the lowest loss scale. No update was made."""
+
+
+class StepResult(NamedTuple):
+    """Result of one iteration, the same on all ranks except for the bytes."""
+
+    loss: float  # nats per target, before the update
+    grad_norm: float
+    lr: float
+    loss_scale: float  # scale of this iteration's gradients
+    skipped: bool  # no update, because the gradients are not finite or no target counts
+    skip_reason: str | None  # if skipped
+    gradient_bytes: int  # just before the update
+    imbalance: float | None = None  # None without context parallelism; see `engine.plan.layout.dealing`
+    loss_by_corpus: tuple[float | None, ...] = ()  # None: no target of the corpus counts; empty: one corpus
+    experts: ExpertLoads | None = None  # None: the model has no experts
+
+
+class Computed(NamedTuple):
+    """Numbers of a step's gradients, read by the host; the same on all ranks."""
+
+    targets_by_corpus: list[float]
+    loss_sums: list[float]  # sum of the losses of a corpus' targets
+    norm: float
+    choices: torch.Tensor  # statistics of the routers, see `Routers.summed`
+    routed: list[float]  # the same on the host
+    seed_gradient: torch.Tensor
+
+    @property
+    def targets(self) -> float:
+        return sum(self.targets_by_corpus)
+
+    @property
+    def loss(self) -> float:
+        return sum(self.loss_sums) / self.targets if self.targets else math.nan
+
+    @property
+    def means(self) -> tuple[float | None, ...]:
+        """Mean loss of each corpus; None if none of its targets counts."""
+        return tuple(loss / n if n else None for loss, n in zip(self.loss_sums, self.targets_by_corpus, strict=True))
+
+
+class Engine:
+    """One rank's part of the model, its optimizer and its programs."""
+
+    def __init__(self, config: Config, mesh: Mesh, num_corpora: int = 1, explain: Explain | None = None) -> None:
+        """Build the model with its initial weights on this rank's device.
+
+        Args:
+            config: resolved; see `choose_kernels` and `choose_matmul_backend`.
+            num_corpora: number of corpora with losses of their own.
+            explain: text to add to an exception of a step's operation, such as a memory report; empty: none.
+        """
+        self.explain = explain or (lambda error, engine, step: "")
+        self.num_corpora = num_corpora
+        self.config, self.mesh, self.tracker = config, mesh, MemoryTracker()
+        self.updates = 0  # so far, for Adam's bias correction
+        self.scale = LossScale.of(config.training)
+        self.layers = declare(config.model, mesh.layout.tp)
+        self.spec = rank_spec(config, mesh.layout, mesh.pp.rank, declare)
+        self.programs: dict[tuple[str, int], Program] = {}
+        recomputed = block_numbers(name for name, layer in self.spec.layers.items() if self.spec.recomputes(layer))
+        context = Context.of(config, mesh, self.tracker, recomputed)
+        model = config.model
+        self.dealer = Dealer.of(config, mesh.layout, mesh.cp.rank)
+        self.model = Stage(model, list(self.spec.layers), context, config.training.freeze_parameters)
+        self.routers = Routers.of(model, self.model, mesh.device)
+        self.zero = Zero(ZeroOptions.of(config, mesh, self.tracker), self.model.units, self.spec)
+        step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
+        self.zero.reserve(step.arena_numel)
+        tokens = context.stream.tokens(rank_tokens(config, mesh.layout, mesh.cp.rank))
+        activation = ActivationSpec((len(tokens), model.hidden_size), context.dtype, mesh.device)
+        computes = {name: self.model.layer(name).compute for name in self.spec.layers}
+        self.interpreter = Interpreter(
+            layers={name: (layer, computes[name]) for name, layer in self.spec.layers.items()},
+            zero=self.zero,
+            kept=self._kept_inputs(activation),
+            pp=mesh.pp,
+            route=self.spec.route,
+            activation=activation,
+            tracker=self.tracker,
+            tied=self.layers.tied,
+        )
+
+    def _kept_inputs(self, activation: ActivationSpec) -> KeptInputs | None:
+        activations = self.config.activations
+        if activations.recompute != "full":
+            return None
+        return KeptInputs(
+            numel=math.prod(activation.shape),
+            dtype=activation.dtype,
+            device=activation.device,
+            tracker=self.tracker,
+            tp=self.mesh.tp if activations.partition_activations else None,
+            on_host=activations.checkpoint_in_cpu,
+            contiguous=activations.contiguous_checkpointing,
+            sent=self.mesh.copied,
+            outlive=self.config.copies_kept_inputs,
+        )
+
+    def program(self, schedule: str, micro_batches: int) -> Program:
+        """Return this rank's program for a schedule and a number of micro-batches.
+
+        All programs gather weights into the arena of the configured step, so an evaluation takes no more memory.
+        """
+        config, key = self.config, (schedule, micro_batches)
+        if key not in self.programs:
+            step = config.schedule, config.micro_batches(self.mesh.layout.dp)
+            limit = None if key == step else self.program(*step).arena_numel
+            self.programs[key] = program(self.spec, *key, limit)
+        return self.programs[key]
+
+    # -- a step
+
+    @contextlib.contextmanager
+    def _explained(self, step: Program) -> Iterator[None]:
+        """Within: add the explanation to an exception."""
+        try:
+            yield
+        except Exception as error:
+            if note := self.explain(error, self, step):
+                error.add_note(note)
+            raise
+
+    def train_step(self, iteration: int, batches: Sequence[MicroBatch], samples: int = 0) -> StepResult:
+        """Run one iteration, counted from 1, over this rank's micro-batches.
+
+        Args:
+            samples: of the global batch without padding; 0: no rank has padding.
+
+        Note [one wait]: the host waits for the GPU once per step. Between gradients and update it reads the number of
+        targets, the loss and the norm together. So it decides whether to skip the step before a weight has changed, and
+        the GPU computes the update while the host launches the next step's first layers.
+        """
+        self.begin()
+        step = self.program(self.config.parallel.pipeline_schedule, len(batches))
+        uploaded = self._upload(batches, training=True)
+        scale = self.scale.value if self.scale else 1.0
+        # Note [the divisor in fp16]: gradients that are divided by the millions of targets of a global batch underflow
+        # in fp16. So they are divided by the targets of an average micro-batch, and their sum by `parts`, the number of
+        # micro-batches without padding, which is the same in every layout.
+        parts = self._parts(batches, samples) if self.scale else 1
+        found = self._compute_gradients(step, uploaded, scale * parts)
+        lr, gradient_bytes = learning_rate(self.config.optimizer, iteration), self.tracker.now["gradients"]
+        skip_reason = None
+        if found.targets and math.isfinite(found.norm):
+            self._update(step, found, lr, scale * parts)
+        else:
+            skip_reason = self._skip(step, batches, uploaded, found)
+        overflows = skip_reason is not None and found.targets > 0
+        if self.scale and overflows and self.scale.exhausted:
+            raise LossScaleExhausted(
+                f"iteration {iteration}: gradients overflow at the smallest loss scale (--min-loss-scale {scale:g}), "
+                f"first: {skip_reason}; the loss is {found.loss:g}. Lower --lr, or train in bf16"
+            )
+        self.scale = self.scale and self.scale.after(overflows)
+        return StepResult(
+            loss=found.loss,
+            grad_norm=found.norm,
+            lr=lr,
+            loss_scale=scale,
+            skipped=skip_reason is not None,
+            skip_reason=skip_reason,
+            gradient_bytes=gradient_bytes,
+            imbalance=uploaded.imbalance,
+            loss_by_corpus=found.means if self.num_corpora > 1 else (),
+            experts=self.routers.read(found.routed, found.targets),
+        )
+
+    def _compute_gradients(self, step: Program, uploaded: Uploaded, factor: float) -> Computed:
+        """Compute the step's gradients, multiplied by `factor`, and read their numbers: see Note [one wait]."""
+        counted = self._count_targets(uploaded.targets)
+        # `scalar / tensor` multiplies by a rounded reciprocal; div_ rounds once
+        seed_gradient = torch.full_like(counted[0], factor).div_(counted.sum().clamp(min=1))
+        losses = self._run(step, uploaded, seed_gradient)
+        choices = self.routers.summed(self.mesh)
+        targets, sums, [square_sum], routed = self._read(
+            counted, self._global_losses(losses, uploaded), self.interpreter.square_sum[None], choices
+        )
+        return Computed(
+            targets_by_corpus=targets,
+            loss_sums=sums,
+            norm=math.sqrt(square_sum) / factor,
+            choices=choices,
+            routed=routed,
+            seed_gradient=seed_gradient,
+        )
+
+    def _update(self, step: Program, found: Computed, lr: float, factor: float) -> None:
+        """Clip and update; gradients are `factor` times the model's."""
+        with self._explained(step):
+            divisor = factor / clip_factor(found.norm, self.config.optimizer.clip_grad)
+            self.interpreter.update(step, self._step_params(lr, divisor))
+        self.routers.update(found.choices)
+        self.updates += 1
+
+    def _skip(self, step: Program, batches: Sequence[MicroBatch], uploaded: Uploaded, found: Computed) -> str:
+        """Discard the gradients, and return why: no target counts, or a gradient is not finite."""
+        reason = self._first_nonfinite() if found.targets else "no target counts in this batch"
+        self.zero.discard_gradients()
+        if found.targets and (self.scale is None or not math.isfinite(found.loss)):  # not an ordinary fp16 overflow
+            reason = f"{self._first_bad_result(step, batches, uploaded, found.seed_gradient)}; {reason}"
+        return reason
+
+    def _parts(self, batches: Sequence[MicroBatch], samples: int) -> int:
+        """Count the micro-batches of all replicas that are not padding."""
+        each = len(batches[0].samples)
+        return micro_batches(samples or len(batches) * each * self.mesh.dp.size, each, 1)
+
+    def _step_params(self, lr: float, divisor: float) -> dict[torch.device, StepParams]:
+        """Return the inputs of updates, by the device that computes them."""
+        found = {}
+        for device in {unit.home.device for unit in self.zero.trained_units}:
+            number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=device)
+            by = None if divisor == 1.0 else torch.full_like(number, divisor, dtype=self.zero.options.master_dtype)
+            found[device] = StepParams(
+                config=self.config.optimizer, lr=lr, step=number, divisor=by, number=self.updates + 1
+            )
+        return found
+
+    def begin(self) -> None:
+        """Reset per-iteration peaks and discard state left by a failed step."""
+        self.interpreter.reset()
+        self.routers.reset()
+        self.tracker.begin_iteration()
+        if self.mesh.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.mesh.device)
+
+    def _first_nonfinite(self) -> str:
+        """Name the model's first parameter whose gradient is not finite on a rank, and the lowest such rank.
+
+        All ranks call this and return the same.
+        """
+        mesh, mine = self.mesh, self.zero.first_nonfinite()
+        names = [spec.name for spec in self.layers.params()]
+        at = names.index(mine) if mine is not None else len(names)
+        at, rank = divmod(mesh.agree(at * mesh.world.size + mesh.rank, MIN), mesh.world.size)
+        return f"the gradient of {names[at]} is not finite on rank {rank}" if at < len(names) else "a sum of gradients"
+
+    def _first_bad_result(
+        self, step: Program, batches: Sequence[MicroBatch], uploaded: Uploaded, seed_gradient: torch.Tensor
+    ) -> str:
+        """Repeat the step's gradients and name the first result that is not finite. All ranks call this."""
+        inspector, observe = Inspector(self.interpreter, self.layers), self.interpreter.observe
+        self.interpreter.observe = inspector
+        try:
+            self._run(step, uploaded, seed_gradient)
+        finally:
+            self.interpreter.observe = observe
+            self.zero.discard_gradients()
+        found = first_bad_result(self.mesh, inspector, [batch.samples for batch in batches])
+        return found or "every layer's result was finite when the step was computed again"
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
+        """Return (sum of the cross-entropies, number of targets) of a global batch, on all ranks."""
+        sums, targets = self.evaluate_by_corpus(batches)
+        return sum(sums), sum(targets)
+
+    @torch.no_grad()
+    def evaluate_by_corpus(self, batches: Sequence[MicroBatch]) -> tuple[list[float], list[int]]:
+        """Return the sums of the cross-entropies and the numbers of targets, per corpus of a global batch."""
+        uploaded = self._upload(batches, training=False)
+        losses = self._run(self.program(EVALUATION, len(batches)), uploaded)
+        sums, targets = self._read(self._global_losses(losses, uploaded), self._count_targets(uploaded.targets))
+        return sums, [int(count) for count in targets]
+
+    @torch.no_grad()
+    def next_logits(self, batch: MicroBatch, places: Sequence[int]) -> torch.Tensor | None:
+        """Return the logits [b, v] after one place in each sample of a micro-batch, on the last stage; else None."""
+        uploaded, wanted = self._upload([batch], training=False), torch.tensor(places, device=self.mesh.device)
+        [micro_batch] = uploaded.micro_batches
+        ids, tokens = micro_batch.ids, micro_batch.tokens
+        own = torch.arange(batch.ids.shape[1], device=wanted.device).expand_as(batch.ids)
+        if tokens.dealt is not None:
+            own = tokens.dealt.indices
+        here = own == wanted[:, None]  # [b, t]: in each sample one token, of one context-parallel rank
+        rows = torch.arange(len(places), device=wanted.device) * ids.shape[1] + here.int().argmax(1)
+        found = []
+
+        def head(x: torch.Tensor | None, micro_batch: DeviceBatch, output: bool) -> torch.Tensor:
+            assert x is not None and self.model.head is not None
+            logits = self.model.head.whole_logits(self.model.stream.start_unshard(x).wait()[rows])
+            found.append(self.mesh.cp.all_reduce_(logits * here.any(1)[:, None]))
+            return torch.zeros(len(places), dtype=torch.float64, device=self.mesh.device)
+
+        self._run(self.program(EVALUATION, 1), uploaded, head=head)
+        return found[0] if found else None
+
+    def _upload(self, batches: Sequence[MicroBatch], training: bool) -> Uploaded:
+        return upload_step(
+            batches,
+            stream=self.model.stream,
+            data=self.config.data,
+            device=self.mesh.device,
+            dealer=self.dealer,
+            training=training,
+            num_corpora=self.num_corpora,
+            by_sample=training and self.config.model.num_experts > 0,
+        )
+
+    def _read(self, *tensors: torch.Tensor) -> list[list[float]]:
+        """Return the values of 1D tensors, which are read together: see Note [one wait]."""
+        values = iter(self.mesh.read(torch.cat(tensors)))
+        return [list(itertools.islice(values, len(x))) for x in tensors]
+
+    def _run(
+        self,
+        step: Program,
+        uploaded: Uploaded,
+        seed_gradient: torch.Tensor | None = None,
+        head: Compute | None = None,
+    ) -> dict[int, torch.Tensor]:
+        micro_batches = uploaded.micro_batches
+        if seed_gradient is not None and self.config.model.num_experts:
+            micro_batches = [each.balanced(seed_gradient) for each in micro_batches]
+        with self._explained(step):
+            return self.interpreter.run(step, micro_batches, seed_gradient, head)
+
+    def wait(self) -> None:
+        """Wait for all outstanding collectives; call before shutdown."""
+        self.interpreter.wait_all()
+
+    def _count_targets(self, own: torch.Tensor) -> torch.Tensor:
+        """Sum the ranks' unmasked targets per corpus, [num_corpora]. Loss and gradients are divided by their sum."""
+        return self.mesh.control_sum(own, self.mesh.data)
+
+    def _global_losses(self, losses: Mapping[int, torch.Tensor], uploaded: Uploaded) -> torch.Tensor:
+        """Sum losses per corpus over the ranks of `data` and send them to all stages: [num_corpora].
+
+        Args:
+            losses: micro-batch -> its samples' losses, [b]; empty except on the last stage.
+        """
+        sums = torch.zeros(self.num_corpora, dtype=torch.float64, device=self.mesh.device)
+        if losses:
+            each = torch.cat([losses[i] for i in range(len(uploaded.micro_batches))])
+            sums = sum_by_corpus(each, uploaded.corpora, self.num_corpora)
+        return self.mesh.control_sum(sums, self.mesh.data, self.mesh.pp)
+
+    # -- state
+
+    def shards(self) -> dict[str, LocalShard]:
+        """Return this rank's master weights, as `model.NAME`, and optimizer states, under global names.
+
+        A checkpoint reads them, or fills them before `load_state_dict`. They are the engine's own tensors, or copies in
+        host memory of numbers in a small form.
+        """
+        found = {}
+        for part, states in self.zero.owned_states():
+            for state, data in states.items():
+                found[state_name(state, part.spec.name)] = LocalShard(
+                    global_shape=part.spec.shape,
+                    offset=part.block.offset,
+                    local_shape=part.block.shape,
+                    start=part.start,
+                    stop=part.stop,
+                    data=data,
+                )
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of a checkpoint besides `shards`, the same on all ranks."""
+        scale = asdict(self.scale) if self.scale else None
+        return {"updates": self.updates, "loss_scale": scale, "expert_biases": self.routers.state_dict(self.mesh)}
+
+    def load_state_dict(self, state: dict[str, Any], shards: Mapping[str, LocalShard]) -> None:
+        """Resume from a checkpoint whose tensors have been read into `shards`. All ranks call this."""
+        self.wait()
+        self.zero.load_states({name: shard.data for name, shard in shards.items()}, state["updates"])
+        self.zero.sync_params()
+        self.updates = state["updates"]
+        self.routers.load_state_dict(state["expert_biases"])
+        if self.scale and state["loss_scale"]:
+            known = state["loss_scale"]
+            self.scale = replace(self.scale, **{key: known[key] for key in ("value", "left", "good")})
+
+    def memory_bytes(self, result: StepResult) -> dict[str, int]:
+        """Return this rank's memory in the iteration of `result`, by kind, as docs/metrics.md defines them."""
+        now, peak = self.tracker.now, self.tracker.peak
+        on_gpu = self.mesh.device.type == "cuda"
+        return {
+            "parameters": now["parameters"],
+            "optimizer": now["optimizer"],
+            "gradients": result.gradient_bytes,
+            "activation_checkpoints": peak["activation_checkpoints"],
+            "buffers": peak["buffers"],
+            "logits": peak["logits"],
+            "peak": torch.cuda.max_memory_allocated(self.mesh.device) if on_gpu else self.tracker.total_peak,
+            "host": peak["host"],
+            "nvme": now["nvme"],
+        }

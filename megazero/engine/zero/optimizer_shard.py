@@ -1,0 +1,212 @@
+"""Optimizer states of a unit's owned range: master weights, and the states of the update rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from megazero.engine.kernels.noise import Noise, NoisePiece
+from megazero.engine.mesh.collectives import Pending
+from megazero.engine.optim.muon import OwnedMatrices
+from megazero.engine.optim.small import Kept, SplitMaster, Wide, carve, kept, round_away
+from megazero.engine.optim.step import StepParams
+from megazero.engine.optim.updates import MATRIX_UPDATES, UPDATES
+from megazero.engine.options.optimizers import TOGETHER, UpdateRule
+from megazero.engine.plan.layout.flat_layout import Range
+from megazero.engine.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
+from megazero.engine.zero.home import Buffer, Home
+
+LOWER = 0xFFFF  # half of an int32
+
+
+class RuledPart(NamedTuple):
+    """A part of the owned range whose weights have the same rule.
+
+    Attributes:
+        owned: the part, counted from the start of the owned range.
+        states: in the order of the rule's; [n] each, [0] in a run that does not train.
+        matrices: of a rule of whole matrices.
+        noise: bits for rounding, if states are small.
+    """
+
+    rule: UpdateRule
+    owned: Range
+    states: tuple[Kept, ...]
+    matrices: list[OwnedMatrices]
+    noise: Noise | None
+
+    def bits(self, part: Range, update: int) -> list[torch.Tensor]:
+        """Return random bits for each state, of elements counted from the start of the owned range."""
+        assert self.noise is not None
+        both = self.noise.bits(self.within(part), update)
+        halves = both >> 16 & LOWER, both & LOWER
+        return [halves[number % 2] for number, _ in enumerate(self.states)]
+
+    def within(self, part: Range) -> Range:
+        return part.within(self.owned)
+
+
+class OptimizerShard:
+    """Master weights and states of one unit, in fp32 (fp64 with --precision fp64), on the device or in host memory.
+
+    Attributes:
+        master: [owned], updated by the optimizer; on the device, the same tensor as sharded weights that are as wide.
+            Split ones have their upper bits in the sharded weights.
+    """
+
+    def __init__(
+        self,
+        unit: FlatUnit,
+        weights: torch.Tensor,
+        options: ZeroOptions,
+        home: Home,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        """Allocate zeros.
+
+        Args:
+            weights: the sharded weights, [owned].
+            memory: zeros, uint8, tracked elsewhere, that hold all numbers; None: allocate them.
+        """
+        self.unit, self.options, self.weights, self.home = unit, options, weights, home
+        self.dtype, self.device = options.master_dtype, home.device
+        copies = not home.on_device or weights.dtype != self.dtype
+        splits = options.optimizer.splits and home.on_device
+        self._new = self._zeros if memory is None else carve(memory)
+        self.master: Kept = SplitMaster(weights) if splits else Wide(weights)
+        if copies and not splits:
+            self.master = Wide(self._new(len(weights), self.dtype))
+        self.parts = [self._part(rule, part) for rule, part in unit.layout.by_rule(unit.owned, options.optimizer)]
+        self.temporary = unit.sizes(options).temporary
+        held = self.master.nbytes * copies + sum(state.nbytes for part in self.parts for state in part.states)
+        if memory is None:
+            self.allocation = options.tracker.allocate(home.kind, held)
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def initialize(self) -> None:
+        """Draw the initial values of the owned range."""
+        for owned in self.unit.owned_parts():
+            self.master.write(owned.owned.slice(), owned.weight.initial(owned.start, owned.stop).to(self.device), None)
+        self.cast()
+
+    def _part(self, rule: UpdateRule, part: Range) -> RuledPart:
+        numel, noise = part.numel if self.options.trains else 0, None
+        states = tuple(kept(state, numel, self.dtype, self._new) for state in rule.states)
+        if rule.is_small:
+            pieces = [
+                NoisePiece(owned.spec, owned.block, owned.start, owned.owned.within(part))
+                for owned in self.unit.owned_parts()
+                if owned.spec.blocked
+            ]
+            noise = Noise(self.options.seed, pieces, self.device)
+        return RuledPart(
+            rule=rule,
+            owned=part,
+            states=states,
+            matrices=self.unit.matrices(part) if rule.whole_matrices else [],
+            noise=noise,
+        )
+
+    def step(self, params: StepParams, gradient: Buffer) -> None:
+        """Update the master weights, free the reduced gradient, and cast the weights.
+
+        Args:
+            params: with tensors in the place of the states.
+        """
+        self.options.mesh.in_flight.check(f"the update of {self.unit.name}", writes=[self.weights])
+        allocation = self.options.tracker.allocate(self.home.scratch_kind, self.temporary)
+        values = gradient.data.to(self.dtype)
+        for part in self.parts:
+            for piece in self._pieces(part):
+                self._update(params, part, piece, values[piece.slice()])
+        self.cast()
+        allocation.end()
+        gradient.allocation.end()
+
+    def _pieces(self, part: RuledPart) -> list[Range]:
+        """Divide a part if its update needs buffers of its size."""
+        buffers = part.rule.copies or part.rule.is_small or not isinstance(self.master, Wide)
+        return [part.owned] if part.rule.whole_matrices or not buffers else _cut(part.owned)
+
+    def _update(self, params: StepParams, part: RuledPart, piece: Range, gradient: torch.Tensor) -> None:
+        """Update elements `piece` of the owned range."""
+        at, within = piece.slice(), part.within(piece).slice()
+        master, states = self.master.read(at), tuple(state.read(within) for state in part.states)
+        arguments = master, gradient, states, self.unit.decayed.within(piece).numel
+        if part.rule.whole_matrices:
+            MATRIX_UPDATES[part.rule.name](params, *arguments, part.matrices, self.options.product_dtype)
+        else:
+            UPDATES[part.rule.name](params, *arguments)
+        if not isinstance(self.master, Wide):
+            self.master.write(at, master, None)
+        if part.noise is not None:
+            for state, numbers, bits in zip(part.states, states, part.bits(piece, params.number), strict=True):
+                state.write(within, numbers, bits)
+
+    def cast(self) -> None:
+        """Copy the master weights to this rank's compute weights, or to the source of `start_fetch`."""
+        target = self.home.compute_weights(self.weights)
+        if not isinstance(self.master, Wide) or self.master.data is target:
+            return
+        if not self.options.optimizer.splits:
+            target.copy_(self.master.data)
+            return
+        for piece in _cut(Range(0, len(target))):
+            round_away(self.master.data[piece.slice()], target[piece.slice()])
+
+    def start_fetch(self) -> Pending:
+        """Copy the updated weights to the device."""
+        return self.home.start_fetch_weights(self.weights)
+
+    def _kept(self, part: OwnedPart) -> Iterator[tuple[str, Kept, Range, RuledPart | None]]:
+        """Yield the name, the numbers and the place in them of each state of a part, and the rule's part."""
+        yield "master", self.master, part.owned, None
+        if not self.options.trains:
+            return
+        rule = self.options.optimizer.rule(part.spec.kind)
+        mine = (each for each in self.parts if each.rule == rule)
+        ruled = next(each for each in mine if each.within(part.owned).numel == part.owned.numel)
+        for state, numbers in zip(rule.states, ruled.states, strict=True):
+            yield state.name, numbers, ruled.within(part.owned), ruled
+
+    def state(self, part: OwnedPart) -> dict[str, torch.Tensor]:
+        """Return the tensors of a part in a checkpoint, [stop - start] each; no states if the run does not train.
+
+        They are copies of numbers that are kept in another form.
+        """
+        return {name: numbers.read(place.slice()) for name, numbers, place, _ in self._kept(part)}
+
+    def saved(self, part: OwnedPart) -> dict[str, torch.Tensor]:
+        """Return `state`, with the copies in host memory."""
+        found = ((name, numbers, numbers.read(place.slice())) for name, numbers, place, _ in self._kept(part))
+        return {name: data if isinstance(numbers, Wide) else data.cpu() for name, numbers, data in found}
+
+    def load(self, part: OwnedPart, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
+        """Take over the copies that `saved` has returned and a checkpoint has filled.
+
+        Args:
+            tensors: by the names of `state_name`; those that are missing keep their numbers.
+            updates: of the run so far; they decide how numbers that have another form are rounded.
+        """
+        for name, numbers, place, ruled in self._kept(part):
+            data = tensors.get(state_name(name, part.spec.name))
+            if data is None or isinstance(numbers, Wide):
+                continue
+            for piece in _cut(place):
+                values = data[piece.start - place.start : piece.stop - place.start].to(self.device, self.dtype)
+                bits = ruled.noise.bits(piece, updates) & LOWER if ruled and ruled.noise else None
+                numbers.write(piece.slice(), values, bits)
+
+
+def state_name(state: str, weight: str) -> str:
+    """Return the name of a tensor in a checkpoint."""
+    return f"{'model' if state == 'master' else state}.{weight}"
+
+
+def _cut(whole: Range) -> list[Range]:
+    """Cut a range into ranges of at most TOGETHER elements."""
+    return [Range(at, min(at + TOGETHER, whole.stop)) for at in range(whole.start, whole.stop, TOGETHER)]

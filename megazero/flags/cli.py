@@ -1,0 +1,172 @@
+"""The command line: flags over those of a preset, over the defaults of an architecture, over all other defaults.
+
+Note [A config.json among the flags]
+The fields of a Hugging Face config.json are flags too: all of a model's, and --tokenizer. If the command line names the
+file, by --hf-config or as the folder of --load, they stand above the preset's, which may describe another model. If
+only the preset names it, it is the config.toml of a run, whose values stand above, as they were when the run began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from megazero.engine.options.limits import check_text
+from megazero.engine.options.schema import Config
+from megazero.flags.flag_names import LAYOUT_FLAGS, flags, to_toml, toml_value, value_of, with_values
+from megazero.flags.foreign.translate import OWN_WORDS, refusals, split_items, translate
+from megazero.flags.giving_way import give_way
+from megazero.flags.help import show_normal, with_whole_lines
+from megazero.flags.presets import Preset, over_defaults, read_preset
+from megazero.log import log
+
+PROGRAM = "pretrain_gpt.py"
+
+
+class ModelFlags(NamedTuple):
+    """A model that a config.json of Hugging Face describes.
+
+    Attributes:
+        source: config.json or its folder, as it was named.
+        values: of all flags of the model, by their names without dashes.
+        tokenizer: the --tokenizer next to it; empty if there is none.
+        notes: lines to report.
+    """
+
+    source: str
+    values: dict[str, Any]
+    tokenizer: str
+    notes: list[str]
+
+
+# Finds the model of a config.json by the value of --hf-config ("": none) and the values of --load, the last one last.
+FindModel = Callable[[str, list[str]], ModelFlags | None]
+
+
+def _no_model(hf_config: str, loads: list[str]) -> None:
+    if hf_config:
+        raise ValueError(f"--hf-config {hf_config}: this program does not read it; give the model's flags")
+
+
+class Command(NamedTuple):
+    """A command line, read.
+
+    Attributes:
+        config: not yet resolved.
+        args: the command line with foreign flags translated, without the flags of the preset.
+        given: names of the flags, without dashes, that the command line, its preset or a config.json sets.
+        notes: lines that report translated foreign flags, accepted ones without effect, and ignored retired ones.
+        dropped: flags of the preset that do not count, because --layout auto chooses them.
+    """
+
+    config: Config
+    args: list[str]
+    given: frozenset[str]
+    notes: list[str]
+    dropped: frozenset[str] = frozenset()
+
+    def to_toml(self, resolved: Config) -> str:
+        """Format the given flags as a preset of the same run, and derived values as comments."""
+        text = to_toml(self.config, self.given)
+        if self.config.hf_config:
+            text = f"# The model is that of config.json in {toml_value(self.config.hf_config)}.\n{text}"
+        derived = [
+            f"# {name} = {toml_value(value_of(resolved, name))}\n"
+            for name in flags()
+            if value_of(self.config, name) != value_of(resolved, name)
+        ]
+        if derived:
+            text += "\n# Derived from these for this run; a --preset does not fix it. plan.txt has all options.\n"
+        return text + "".join(derived)
+
+
+def parse(argv: list[str], find_model: FindModel = _no_model) -> Config:
+    """Return the configuration of a command line. Raises as `read`."""
+    return read(argv, find_model=find_model).config
+
+
+def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model: FindModel = _no_model) -> Command:
+    """Read a command line, in which flags of Megatron-LM, DeepSpeed and Hugging Face may be mixed with ours.
+
+    Args:
+        count_ranks: returns the number of ranks of the run. Called only if a foreign flag depends on it, such as
+            --gradient_accumulation_steps.
+        find_model: reads --hf-config; see Note [A config.json among the flags].
+
+    Raises:
+        ValueError: a foreign flag cannot be translated; or the preset is unknown, or one of its keys or values is;
+            or a config.json cannot be read.
+        SystemExit: --help, --help-all, or an unknown flag; the message is printed.
+    """
+    import tyro
+
+    if "--help" in argv or "-h" in argv:
+        show_normal(PROGRAM)
+    argv = ["--help" if word == "--help-all" else word for word in argv]
+    name = _last_value(argv, "preset")
+    check_text("preset", name, is_path=True)
+    preset = read_preset(name) if name else Preset({}, [])
+    translated = translate(argv, preset.values, count_ranks)
+    refused = refusals(translated.answers)
+    if any(answer.unknown for answer in translated.answers):
+        log.error(refused)
+        raise SystemExit(2)
+    if refused:
+        raise ValueError(refused)
+    args, notes = translated.args, [*preset.notes, *translated.notes]
+    values, source = preset.values, ""
+    if found := find_model(*_sources(args, preset.values)):
+        values, source = _over_preset(found, preset.values, args), found.source
+        notes += found.notes
+    defaults = replace(over_defaults(values, _last_value(args, "architecture")), hf_config=source)
+    if "--help" in args:
+        defaults = with_whole_lines(defaults)
+    try:
+        config = tyro.cli(
+            type(defaults), default=defaults, args=args, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,)
+        )
+    except SystemExit as stop:
+        if stop.code and notes:  # the message names the translation of a foreign flag
+            log.error("\n".join(notes))
+        raise
+    given, dropped = frozenset(values) | names_of(args), frozenset[str]()
+    if config.parallel.elastic and "layout" not in given:
+        config = with_values(config, {"layout": "auto"})
+    if config.parallel.layout == "auto" and {"layout", "elastic"} & names_of(args):
+        dropped = given & {*LAYOUT_FLAGS} - names_of(args)
+        config = with_values(config, {name: flags()[name].default for name in dropped})
+    from_preset = {flag for flag, value in preset.values.items() if values[flag] == value} - names_of(args) - dropped
+    config, changes = give_way(config, name, from_preset, names_of(args))
+    return Command(config=config, args=args, given=given - dropped, notes=[*notes, *changes], dropped=dropped)
+
+
+def _sources(args: list[str], preset: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return --hf-config, and every --load that is given, the preset's first."""
+    hf_config, loads = _last_value(args, "hf-config"), _values(args, "load")
+    check_text("hf-config", hf_config, is_path=True)
+    return hf_config, [load for load in (preset.get("load", ""), *loads) if load]
+
+
+def _over_preset(found: ModelFlags, preset: Mapping[str, Any], args: list[str]) -> dict[str, Any]:
+    """Return the flags of a config.json and of a preset. See Note [A config.json among the flags]."""
+    tokenizer = {"tokenizer": found.tokenizer} if found.tokenizer else {}
+    if found.source in (_last_value(args, "hf-config"), *_values(args, "load")):
+        return tokenizer | {**preset} | found.values
+    return tokenizer | found.values | {**preset}
+
+
+def names_of(args: list[str]) -> frozenset[str]:
+    """Return the flags that a translated command line sets, without dashes."""
+    found = {item.name for item in split_items(args) if item.name not in OWN_WORDS}
+    return frozenset(name if name in flags() else name.removeprefix("no-") for name in found if name)
+
+
+def _last_value(argv: list[str], flag: str) -> str:
+    """Return the last value of a flag; empty if it has none."""
+    return ["", *_values(argv, flag)][-1]
+
+
+def _values(argv: list[str], flag: str) -> list[str]:
+    """Return the value of each time that a flag is given."""
+    return [item.values[0] for item in split_items(argv) if item.name == flag and item.values]

@@ -1,0 +1,368 @@
+"""Functions that translate a foreign flag with its values into words of ours; the tables name them.
+
+Each takes a `ForeignFlag` and returns words of ours, or none if there is nothing to do. It raises `Refused` with the
+reason if it cannot translate. The first line of a docstring is the translation that docs/results/flags.md lists.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import PurePath
+
+from megazero.engine.options.architectures import ARCHITECTURES, LLAMA
+from megazero.engine.options.limits import MOST_LAYERS, MOST_MINUTES, is_number
+from megazero.flags.flag_names import flags
+from megazero.flags.foreign.flag import FALSE, ForeignFlag, Refused, layer_letters, number
+from megazero.flags.foreign.flag_table import Foreign, kebab
+
+
+def hint(name: str, others: Iterable[Foreign] = ()) -> str:
+    """Return the flags of ours, or of `others` as they are spelled, that resemble `name`; empty if none does.
+
+    A flag of another system that is only a name of one of ours follows ours.
+    """
+    spelled = {flag: (f"--{flag}",) for flag in flags()}
+    for entry in others:
+        ours = (f"--{entry.argument}",) if entry.by == "rename" else ()
+        spelled.setdefault(kebab(entry.name), (*ours, f"--{entry.name}"))
+    close = [found for flag in difflib.get_close_matches(name, spelled, n=3, cutoff=0.6) for found in spelled[flag]]
+    return ", ".join(dict.fromkeys(close))
+
+
+# -- the sections of the tables
+
+
+def rename(flag: ForeignFlag) -> list[str]:
+    return [f"--{flag.argument}", *flag.values]
+
+
+def has_experts(flag: ForeignFlag) -> bool:
+    """Return whether a flag or the architecture gives the model experts."""
+    architecture = ARCHITECTURES.get(flag.get("architecture"), LLAMA)
+    return int(*flag.ours.get("num-experts", (architecture.defaults.get("num-experts", 0),))) > 0
+
+
+def rename_with_experts(flag: ForeignFlag) -> list[str]:
+    return rename(flag) if has_experts(flag) else []
+
+
+def words(flag: ForeignFlag) -> list[str]:
+    return flag.argument.split() if flag.on() else []
+
+
+def words_unless_given(flag: ForeignFlag) -> list[str]:
+    ours: list[str] = flag.argument.split()
+    return ours if flag.on() and ours[0].removeprefix("--") not in flag.ours else []
+
+
+def choose(flag: ForeignFlag) -> list[str]:
+    choices: Mapping[str, str] = flag.argument
+    if flag.value.lower() not in choices:
+        raise Refused(f"{flag.value}: there are {', '.join(f'{v} ({w})' for v, w in choices.items() if w)}")
+    return choices[flag.value.lower()].split()
+
+
+def pairs(flag: ForeignFlag) -> list[str]:
+    ours_of = {key: ours for ours, keys in flag.argument.items() for key in keys.split()}
+    found = [pair.partition("=") for pair in flag.value.split(",")]
+    for key, _, _ in found:
+        if key not in ours_of:
+            raise Refused(f"{key} is no size of a model here; there are {', '.join(ours_of)}")
+    return [word for key, _, value in found for word in (f"--{ours_of[key]}", value)]
+
+
+def only(flag: ForeignFlag) -> list[str]:
+    allowed = flag.argument.split()
+    word = flag.value.lower() if flag.values else "true"
+    if word in allowed or any(is_number(a) and is_number(word) and float(a) == float(word) for a in allowed):
+        return []
+    close = hint(flag.name)
+    raise Refused(f"only {' or '.join(allowed)} is possible here{close and f'; see {close}'}")
+
+
+def unneeded(flag: ForeignFlag) -> list[str]:
+    return []
+
+
+def refused(flag: ForeignFlag) -> list[str]:
+    if len(flag.values) == 1 and flag.value.lower() in FALSE[:3]:
+        return []
+    raise Refused(flag.argument)
+
+
+def refused_with_experts(flag: ForeignFlag) -> list[str]:
+    return refused(flag) if has_experts(flag) else []
+
+
+# -- Megatron-LM: the model
+
+
+def architecture(flag: ForeignFlag) -> list[str]:
+    """--architecture llama, if all four parts of a llama are given"""
+    known = {"normalization": ("layernorm", "rmsnorm"), "position-embedding-type": ("learned_absolute", "rope")}
+    if flag.name in known and flag.value.lower() not in known[flag.name]:
+        raise Refused(f"{flag.value}: there are {' and '.join(known[flag.name])}")
+    on = {name for name, values in flag.foreign.items() if "".join(values).lower() not in ("false", "no")}
+    rope = flag.word("position-embedding-type").lower() == "rope" or "use-rotary-position-embeddings" in on
+    parts = {
+        "--swiglu": "swiglu" in on,
+        "--normalization RMSNorm": flag.word("normalization").lower() == "rmsnorm",
+        "--position-embedding-type rope": rope,
+        "--disable-bias-linear": "disable-bias-linear" in on,
+    }
+    if "architecture" in flag.ours:
+        asks = flag.value.lower() in ("rmsnorm", "rope") if flag.name in known else flag.on()
+        if asks != (flag.get("architecture") == "llama"):
+            raise Refused(f"it does not go with --architecture {flag.get('architecture')}; drop it")
+        return []
+    if not any(parts.values()):
+        return []
+    if missing := " ".join(part for part, given in parts.items() if not given):
+        present = " ".join(part for part, given in parts.items() if given)
+        raise Refused(f"{present} without {missing}: --architecture llama has all four, gpt2 none; give all, or none")
+    ours = ["--architecture", "llama"]
+    if "untie-embeddings-and-output-weights" not in flag.foreign and "untie-embeddings" not in flag.ours:
+        ours += ["--no-untie-embeddings"]  # Megatron-LM's default; a llama is untied here
+    if "norm-epsilon" not in flag.ours:
+        ours += ["--norm-epsilon", "1e-5"]
+    if not flag.get_whole("ffn-hidden-size"):
+        ours += ["--ffn-hidden-size", str(int(4 * flag.get_whole("hidden-size") * 2 / 3 / 64) * 64)]
+    return ours
+
+
+def layer_pattern(flag: ForeignFlag) -> list[str]:
+    """--layer-pattern: of N layers the last is global (G), the others are local (L); in a list, 1 is local"""
+    if "[" in flag.value:
+        return ["--layer-pattern", layer_letters(flag.value, "GL")]
+    if not 0 < flag.whole() <= MOST_LAYERS:
+        raise Refused("write it as --layer-pattern, such as LLLG")
+    return ["--layer-pattern", "L" * (flag.whole() - 1) + "G"]
+
+
+def expert_layers(flag: ForeignFlag) -> list[str]:
+    """--moe-layer-freq: of N layers the last has experts (E), the others are dense (D)"""
+    if not 0 < flag.whole() <= MOST_LAYERS:
+        raise Refused("write it as --moe-layer-freq, such as DE")
+    return ["--moe-layer-freq", "D" * (flag.whole() - 1) + "E"] if has_experts(flag) else []
+
+
+def balance(flag: ForeignFlag) -> list[str]:
+    """nothing: the loss of --moe-aux-loss-coeff is seq_aux_loss; with none, that must be 0"""
+    if flag.value not in ("seq_aux_loss", "aux_loss", "none"):
+        raise Refused(f"{flag.value}: there are seq_aux_loss, with --moe-aux-loss-coeff, and none")
+    if flag.value == "none" and number(flag.get("moe-aux-loss-coeff")):
+        raise Refused("--moe-aux-loss-coeff gives the experts a balance loss; drop one of the two")
+    return []
+
+
+def linear_scaling(flag: ForeignFlag) -> list[str]:
+    """--rope-scaling-type linear --rope-scaling-factor, unless it is 1"""
+    return ["--rope-scaling-type", "linear", "--rope-scaling-factor", flag.value] if flag.number() != 1 else []
+
+
+# -- duration and learning rate
+
+
+def train_length(flag: ForeignFlag) -> list[str]:
+    """--train-iters: samples, or tokens / --seq-length, / --global-batch-size, rounded down; the shorter of both"""
+    per_sample = {"train-samples": 1, "train-tokens": max(1, flag.get_whole("seq-length"))}
+    samples = [flag.number_of(name, "") / per for name, per in per_sample.items() if name in flag.foreign]
+    return ["--train-iters", str(max(1, int(flag.iterations(min(samples)))))]
+
+
+def in_iterations(flag: ForeignFlag) -> list[str]:
+    """the same flag in -iters: samples, or tokens / --seq-length, / --global-batch-size, rounded"""
+    base, _, unit = flag.name.rpartition("-")
+    samples = flag.number() / (max(1, flag.get_whole("seq-length")) if unit == "tokens" else 1)
+    return [f"--{base}-iters", str(max(1, round(flag.iterations(samples))) if samples else 0)]
+
+
+def warmup_fraction(flag: ForeignFlag) -> list[str]:
+    """--lr-warmup-iters: the fraction of --lr-decay-iters or --train-iters, rounded (warmup_ratio: up)"""
+    share = flag.number()
+    if not 0 <= share <= 1:
+        raise Refused(f"{flag.value} is not a fraction; --lr-warmup-iters takes iterations")
+    if flag.name == "warmup-ratio":  # 0 leaves it to --warmup_steps
+        return ["--lr-warmup-iters", str(math.ceil(share * flag.get_whole("train-iters")))] if share else []
+    total = flag.get_whole("lr-decay-iters") or flag.get_whole("train-iters")
+    return ["--lr-warmup-iters", str(round(share * total))]
+
+
+def exit_duration(flag: ForeignFlag) -> list[str]:
+    """--exit-duration-minutes; 0 (never) if it is more than two years"""
+    return ["--exit-duration-minutes", "0" if flag.number() > MOST_MINUTES else flag.value]
+
+
+def profile(flag: ForeignFlag) -> list[str]:
+    """--profile-iterations, from --profile-step-start + 1 to --profile-step-end"""
+    first, last = flag.number_of("profile-step-start", "10"), flag.number_of("profile-step-end", "12")
+    return ["--profile-iterations", f"{int(first) + 1}:{int(last)}"] if flag.on() else []
+
+
+# -- layout
+
+
+def virtual_stages(flag: ForeignFlag) -> list[str]:
+    """--pipeline-schedule interleaved --virtual-pipeline-stages; of layers: --num-layers / stages / it"""
+    stages = flag.whole()
+    if flag.name == "num-layers-per-virtual-pipeline-stage":
+        layers, pp, each = flag.get_whole("num-layers"), max(1, flag.get_whole("pipeline-model-parallel-size")), stages
+        if each < 1 or layers % (pp * each):
+            raise Refused(f"{each} layers do not divide --num-layers {layers} over {pp} stages")
+        stages = layers // (pp * each)
+    return ["--pipeline-schedule", "interleaved", "--virtual-pipeline-stages", str(stages)] if stages > 1 else []
+
+
+def recomputed_layers(flag: ForeignFlag) -> list[str]:
+    """nothing if every layer is recomputed by itself"""
+    method = flag.word("recompute-method") or flag.word("activations-checkpoint-method")
+    stage = flag.get_whole("num-layers") // max(1, flag.get_whole("pipeline-model-parallel-size"))
+    if flag.whole() < stage if method == "block" else flag.whole() != 1:
+        raise Refused("--recompute full recomputes every layer, each from its own input; drop it, or use selective")
+    return []
+
+
+# -- tokenizer
+
+GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+TOKENIZERS = {
+    **dict.fromkeys(("huggingfacetokenizer", "pretrainedfromhf", "hftokenizer"), ""),
+    **dict.fromkeys(("sentencepiecetokenizer", "llama2tokenizer", "gptsentencepiecetokenizer"), "sentencepiece:"),
+    "tiktokenizer": "tiktoken:",
+    "gpt2bpetokenizer": "gpt2:",
+}  # --tokenizer-type, in lower case -> prefix of --tokenizer
+
+
+def tokenizer(flag: ForeignFlag) -> list[str]:
+    """--tokenizer, by --tokenizer-type and its files; NullTokenizer: --vocab-size N + 1"""
+    if "tokenizer" in flag.ours:
+        return []
+    kind = flag.word("tokenizer-type").lower()
+    path = flag.word("tokenizer-model") or flag.word("tokenizer-name-or-path")
+    if kind == "nulltokenizer":  # Megatron-LM's adds an end of document
+        return ["--vocab-size", str(flag.get_whole("vocab-size") + 1)] if flag.name == "tokenizer-type" else []
+    if not kind and path:
+        prefix = "sentencepiece:" if path.endswith(".model") else ""
+    elif kind in TOKENIZERS or not kind:
+        prefix = TOKENIZERS[kind or "gpt2bpetokenizer"]
+    else:
+        ours = "a Hugging Face folder, gpt2:DIR, sentencepiece:FILE.model, tiktoken:FILE or byte"
+        raise Refused(f"{kind}: --tokenizer takes {ours}")
+    if prefix == "gpt2:":
+        path = _gpt2(flag.word("vocab-file"), flag.word("merge-file"))
+    if not path:
+        raise Refused(f"{kind} needs its file: --tokenizer {prefix}PATH")
+    return ["--tokenizer", prefix + path]
+
+
+def _gpt2(vocab: str, merges: str) -> str:
+    if not (vocab and merges):
+        raise Refused("GPT-2's tokenizer has two files; give --vocab-file vocab.json --merge-file merges.txt")
+    one, other = PurePath(vocab), PurePath(merges)
+    one_folder = one.parent == other.parent and (one.name, other.name) in GPT2_FILES
+    return str(one.parent) if one_folder else f"{vocab},{merges}"
+
+
+# -- Hugging Face and DeepSpeed
+
+
+def accumulation(flag: ForeignFlag) -> list[str]:
+    """--global-batch-size: it x --micro-batch-size x data-parallel ranks"""
+    steps = flag.whole()
+    if steps < 1:
+        raise Refused("it must be at least 1")
+    return ["--global-batch-size", str(steps * flag.get_whole("micro-batch-size") * flag.data_parallel())]
+
+
+def minutes(flag: ForeignFlag) -> list[str]:
+    """--distributed-timeout-minutes: seconds / 60"""
+    return ["--distributed-timeout-minutes", f"{flag.number() / 60:g}"]
+
+
+def output(flag: ForeignFlag) -> list[str]:
+    """--save, and --log-dir unless that is given"""
+    return ["--save", flag.value, *([] if "log-dir" in flag.ours else ["--log-dir", flag.value])]
+
+
+def run_name(flag: ForeignFlag) -> list[str]:
+    """--wandb-name, with --wandb-project"""
+    return ["--wandb-name", flag.value] if "wandb-project" in flag.ours else []
+
+
+def report(flag: ForeignFlag) -> list[str]:
+    """nothing if --tensorboard-dir or --wandb-project is given"""
+    for system in flag.values:
+        needed = {"tensorboard": "tensorboard-dir", "wandb": "wandb-project", "none": "", "all": ""}.get(system)
+        if needed is None:
+            raise Refused(f"{system}: there are tensorboard (--tensorboard-dir DIR) and wandb (--wandb-project NAME)")
+        if needed and needed not in flag.ours:
+            raise Refused(f"{system} needs --{needed}")
+    return []
+
+
+def resume(flag: ForeignFlag) -> list[str]:
+    """--load; True: of --save"""
+    if flag.value.lower() == "false":
+        return []
+    return ["--load", flag.get("save") if flag.value.lower() == "true" else flag.value]
+
+
+def interval(flag: ForeignFlag) -> list[str]:
+    """--eval-interval, --save-interval, --log-interval; below 1 a fraction of --train-iters"""
+    ours = {"eval-steps": "eval-interval", "save-steps": "save-interval", "logging-steps": "log-interval"}[flag.name]
+    asked = flag.number()
+    return [f"--{ours}", str(round(asked * flag.get_whole("train-iters")) if 0 < asked < 1 else flag.whole())]
+
+
+def evaluation(flag: ForeignFlag) -> list[str]:
+    """with --do-train: --eval-interval of --train-iters, once at the end, unless it is given"""
+    if not flag.on() or flag.get_whole("eval-interval") or "eval-only" in flag.ours:
+        return []
+    last = flag.get_whole("train-iters")
+    if "do-train" not in flag.foreign:
+        raise Refused(
+            f"--eval-only --load DIR evaluates a checkpoint alone, --eval-interval {last} the trained model; give one"
+        )
+    if "steps" in (flag.word("eval-strategy"), flag.word("evaluation-strategy")):
+        raise Refused(f"--eval_steps is missing; give --eval-interval N, such as {max(1, last // 10)}")
+    return ["--eval-interval", str(last)]
+
+
+def validation_share(flag: ForeignFlag) -> list[str]:
+    """P: --split 100-P,P,0"""
+    share = flag.whole()
+    if not 0 < share < 100:
+        raise Refused(f"{flag.value} is not a percentage from 1 to 99; --split 95,5,0 takes 5 for validation")
+    return ["--split", f"{100 - share},{share},0"]
+
+
+def scale_power(flag: ForeignFlag) -> list[str]:
+    """--initial-loss-scale: 2 to this power"""
+    if not 0 <= flag.whole() <= 48:
+        raise Refused("it must be 0 to 48")
+    return ["--initial-loss-scale", str(2 ** flag.whole())]
+
+
+def betas(flag: ForeignFlag) -> list[str]:
+    """--adam-beta1 --adam-beta2"""
+    found = flag.value.removeprefix("[").removesuffix("]").split(",")
+    if len(found) != 2:
+        raise Refused("it must be two numbers, such as [0.9, 0.95]")
+    first, second = (str(number(beta.strip())) for beta in found)
+    return ["--adam-beta1", first, "--adam-beta2", second]
+
+
+# In the order of translation: a function sees the results of those before it.
+CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
+    function.__name__: function
+    for function in (
+        *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
+        *(scale_power, betas, words_unless_given, architecture, virtual_stages, output, recomputed_layers),
+        *(layer_pattern, linear_scaling, run_name, report, resume, accumulation),
+        *(rename_with_experts, refused_with_experts, expert_layers, balance),
+        *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
+    )
+}
+ORDER = {name: place for place, name in enumerate(CONVERSIONS)}

@@ -1,0 +1,94 @@
+"""--help in two lengths: the flags of a normal run, and all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import textwrap
+import typing
+from typing import Annotated, Any
+
+from megazero.engine.options.schema import Config
+from megazero.flags.flag_names import Flag, flags
+
+# The flags of a normal run, in the order in which one thinks of them.
+NORMAL = {
+    "data": ("data-path", "tokenizer"),
+    "model": ("preset", "hf-config", "num-layers", "hidden-size", "num-attention-heads", "seq-length"),
+    "batch": ("micro-batch-size", "global-batch-size", "train-iters", "precision"),
+    "parallelism": ("layout", "tensor-model-parallel-size", "pipeline-model-parallel-size", "zero-stage"),
+    "learning rate": ("lr", "lr-warmup-iters", "lr-decay-style"),
+    "saving": ("save", "load"),
+    "logging": ("log-dir",),
+}
+
+# Defaults that depend on the device (`gpu_defaults`).
+DEVICE_DEFAULTS = {
+    "precision": "fp32 on CPUs; on GPUs bf16, or fp16 if they lack bf16",
+    "lr-warmup-iters": "0 on CPUs; on GPUs 1 % of the iterations, at most 2000",
+}
+
+WRAPPER = textwrap.TextWrapper(100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def show_normal(program: str) -> None:
+    """Print the help of the flags of a normal run, and the names of the others.
+
+    Raises:
+        SystemExit: always, with code 0.
+    """
+    usual = [name for names in NORMAL.values() for name in names]
+    print(f"usage: {program} [FLAGS]\n\n{inspect.cleandoc(Config.__doc__ or '')}\n")
+    print(f"These are the {len(usual)} flags of a normal run; --help-all shows all {len(flags()) + 2}.")
+    print("Flags of Megatron-LM, DeepSpeed and Hugging Face are understood: docs/megatron.md.")
+    for title, names in NORMAL.items():
+        print(f"\n{title}:", *map(_described, names), sep="\n")
+    print("\nThe other flags, which --help-all explains:")
+    for group in dict.fromkeys(flag.group for flag in flags().values()):
+        others = " ".join(f"--{name}" for name, flag in flags().items() if flag.group == group and name not in usual)
+        print(WRAPPER.fill(f"{group}: {others}"))
+    sys.exit(0)
+
+
+def _described(name: str) -> str:
+    """Return a flag with its values, its help and its default."""
+    flag = flags().get(name, Flag("", str, "", None))
+    values = {int: "INT", float: "FLOAT", str: "STR", tuple[str, ...]: "[STR ...]"}.get(flag.kind)
+    values = values or f"{{{','.join(map(str, typing.get_args(flag.kind)))}}}"
+    text = _texts(type(getattr(Config(), flag.group)) if flag.group else Config)[name.replace("-", "_")]
+    if default := DEVICE_DEFAULTS.get(name, flag.default):
+        text += f" (default: {default})"
+    return f"  --{name} {values}\n{WRAPPER.fill(f'  {text}')}"
+
+
+def _texts(options: type) -> dict[str, str]:
+    """Return the docstring of each field of a dataclass, in one line."""
+    import docstring_parser
+
+    params = docstring_parser.parse_from_object(options).params
+    return {param.arg_name: " ".join((param.description or "").split()) for param in params}
+
+
+def with_whole_lines(options: Any) -> Any:
+    """Return a dataclass, or an instance, for which tyro prints help without the line breaks of the source.
+
+    tyro keeps the line breaks of a field's docstring, and then breaks the lines again at the width of the terminal.
+    """
+    import tyro
+
+    instance, kind = (None, options) if isinstance(options, type) else (options, type(options))
+    hints, texts, parts, fields = typing.get_type_hints(kind, include_extras=True), _texts(kind), {}, []
+    for field in dataclasses.fields(kind):
+        hint, value = hints[field.name], getattr(instance, field.name, None)
+        if dataclasses.is_dataclass(value):
+            parts[field.name] = value = with_whole_lines(value)
+            hint = type(value)
+        elif value in (None, field.default) and (default := DEVICE_DEFAULTS.get(field.name.replace("_", "-"))):
+            hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=f"(default: {default})")]
+        metadata = {"help": texts[field.name]} if texts.get(field.name) else {}
+        defaults: dict[str, Any] = {"default": field.default, "default_factory": field.default_factory}
+        fields.append((field.name, hint, dataclasses.field(**defaults, metadata=metadata)))
+    namespace = {"__doc__": kind.__doc__}
+    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True, namespace=namespace)
+    return made if instance is None else made(**(vars(instance) | parts))

@@ -1,0 +1,95 @@
+"""Presets: TOML files of flags, such as scripts/presets/tiny.toml or the config.toml of an earlier run."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from megazero.engine.options.architectures import ARCHITECTURES
+from megazero.engine.options.schema import Config
+from megazero.files import read_small
+from megazero.flags.flag_names import flags, with_values
+from megazero.flags.foreign.flag_table import retired
+
+PRESETS = Path(__file__).parent / "presets"  # a link to scripts/presets; files of the package where it is installed
+
+
+class Preset(NamedTuple):
+    """The contents of a preset.
+
+    Attributes:
+        values: by the names of the flags, without dashes.
+        notes: a line for each retired flag, which is ignored.
+    """
+
+    values: dict[str, Any]
+    notes: list[str]
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def preset_values(name: str) -> dict[str, Any]:
+    return read_preset(name).values
+
+
+def over_defaults(values: Mapping[str, Any], architecture: str = "") -> Config:
+    """Return the configuration of flags over the defaults of an architecture, by default that which they name."""
+    entry = ARCHITECTURES.get(architecture or values.get("architecture", ""))
+    return with_values(Config(), {**(entry.defaults if entry else {}), **values})
+
+
+def read_preset(name: str) -> Preset:
+    """Read a preset, given by its path or by its name in scripts/presets.
+
+    Raises:
+        ValueError: there is none of that name; it is not TOML; it has an unknown key, or a value of the wrong type.
+    """
+    path = _find(name)
+    try:
+        content = tomllib.loads(read_small(path).decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--preset {path}: not a TOML file: {error}") from None
+    notes = [f"--preset {path}: {key} is ignored: {retired()[key]}" for key in content if key in retired()]
+    known = flags()
+    values = {}
+    for key, value in content.items():
+        if key in retired():
+            continue
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; see --help for the flags"
+            raise ValueError(f"--preset {path}: unknown key {key!r}{hint}")
+        try:
+            values[key] = _convert(value, known[key].kind)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"--preset {path}: {key} = {json.dumps(value, default=str)}: {error}") from None
+    return Preset(values, notes)
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """Return a TOML value as the type of its flag. A list of strings may hold numbers too, or be a single string."""
+    if kind == tuple[str, ...]:
+        items = value if isinstance(value, list) else [value]
+        value = [str(item) if type(item) in (int, float) else item for item in items]
+    if typing.get_origin(kind) is Literal and value not in typing.get_args(kind):
+        raise msgspec.ValidationError(f"Expected one of {', '.join(map(str, typing.get_args(kind)))}")
+    return msgspec.convert(value, kind)
+
+
+def _find(name: str) -> Path:
+    for path in (Path(name), PRESETS / f"{name}.toml", PRESETS / name):
+        if path.is_file():
+            return path
+    known = preset_names()
+    close = difflib.get_close_matches(Path(name).stem, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ValueError(f"--preset {name}: no such file, nor a preset; there are {', '.join(known)}{hint}")

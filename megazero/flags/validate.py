@@ -1,0 +1,415 @@
+"""Check a configuration before a process group or a file is made. Pure, except that it tries folders.
+
+Every refusal is a ValueError that names the flag, its value and the way out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from megazero.engine.options.limits import check_text, shorten
+from megazero.engine.options.schema import CheckpointConfig, Config, PlanConfig
+from megazero.files import explain
+from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, value_of
+from megazero.flags.validate_model import check_model
+
+# Flags that name a file or a folder. --data-path and --tokenizer hold other words too, all of them shorter.
+PATHS = (
+    "data-path",
+    "tokenizer",
+    "save",
+    "save-hf",
+    "memory-checkpoint-dir",
+    "load",
+    "log-dir",
+    "tensorboard-dir",
+    "device-type",
+)
+
+FLASH_WIDTH, FLASH_STEP = 256, 8  # of attention heads: the largest, and the divisor of all that FlashAttention takes
+
+# Flags that need another one: with any value (in capitals), or with this value.
+NEEDS = {
+    "elastic": "--save DIR and --global-batch-size B",
+    "keep-last": "--save DIR",
+    "keep-every": "--keep-last N",
+    "save-interval": "--save DIR",
+    "memory-checkpoint-interval": "--save DIR",
+    "memory-checkpoint-dir": "--memory-checkpoint-interval N",
+    "save-hf": "--save DIR",
+    "save-hf-interval": "--save-hf DIR",
+    "finetune": "--load DIR",
+    "eval-only": "--load DIR",
+    "eval-split": "--eval-only",
+    "qk-norm-all-heads": "--qk-layernorm",
+    "partition-activations": "--recompute full",
+    "checkpoint-in-cpu": "--recompute full",
+    "contiguous-checkpointing": "--recompute full",
+    "optimizer-offload-fraction": "--optimizer-cpu-offload",
+    "optimizer-nvme-offload": "--optimizer-cpu-offload",
+    "mtbf": "--plan",
+    "muon-momentum": "--optimizer muon",
+    "muon-scale": "--optimizer muon",
+    "muon-num-ns-steps": "--optimizer muon",
+    "rope-scaling-type": "--rope-scaling-factor F",
+    "rope-trained-length": "--rope-scaling-factor F",
+    "local-rotary-base": "--window-size W",
+    "moe-router-bias-update-rate": "--moe-router-enable-expert-bias",
+    "moe-router-num-groups": "--moe-router-group-topk K",
+    "moe-router-group-topk": "--moe-router-num-groups G",
+    "profile-iterations": "--log-dir DIR",
+    "sample-prompts": "--sample-interval N",
+    "sample-interval": "--sample-prompts FILE",
+    "wandb-project": "--log-dir DIR",
+    "wandb-name": "--wandb-project PROJECT",
+    "plan": "--device-type NAME, such as h100-80gb",
+    "plan-search": "--device-type NAME, such as h100-80gb, and --world-size N",
+}
+WANDB_REFUSES = r"[/\\#?%:]|.{129}"  # a project's name that matches
+
+
+def check_values(config: Config) -> None:
+    """Check each flag by itself, then the flags with each other.
+
+    Raises:
+        ValueError: naming the flag, its value and the way out.
+    """
+    for name, flag in flags().items():
+        given = value_of(config, name)
+        if flag.bounds and (complaint := flag.bounds.complaint(given)):
+            raise ValueError(f"--{name} {shorten(given)}: {complaint}")
+        for text in given if isinstance(given, tuple) else (given,):
+            if isinstance(text, str):
+                check_text(name, text, is_path=name in PATHS)
+    elastic_nodes(config.parallel.elastic)
+    check_model(config)
+    _check_needs(config)
+    if re.search(WANDB_REFUSES, config.log.wandb_project):
+        raise ValueError(
+            f"--wandb-project {shorten(config.log.wandb_project)}: Weights & Biases allows at most 128 characters and "
+            "none of / \\ # ? % : in the name of a project; use another"
+        )
+    _check_precision_and_zero(config)
+    _check_learning_rate(config)
+    if config.parallel.layout == "given":  # else the flags that these need may be chosen yet
+        _check_layout(config)
+    _check_saving(config)
+    _check_profile(config)
+    _check_plan(config.plan, config.parallel.layout == "auto")
+    _check_data(config)
+
+
+def elastic_nodes(text: str) -> range:
+    """Return the numbers of nodes that --elastic allows, none without the flag. ValueError if it is no MIN:MAX."""
+    if not text:
+        return range(0)
+    found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)
+    least, most = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise ValueError(
+            f"--elastic {shorten(text)}: give the least and the largest number of nodes as MIN:MAX, such as 6:8"
+        )
+    return range(least, most + 1)
+
+
+def _check_needs(config: Config) -> None:
+    """Refuse flags without those that they need."""
+    for name, needed in NEEDS.items():
+        if lacks_needed(config, name):
+            them, given = "both" if " and --" in needed else "it", shorten(as_flag(name, value_of(config, name)))
+            raise ValueError(f"{given} needs {needed}; add {them}, or drop --{name}")
+
+
+def lacks_needed(config: Config, name: str) -> bool:
+    """Return whether a flag of `NEEDS` is given without those that it needs."""
+    undecided = config.parallel.layout == "auto" and name in LAYOUT_FLAGS
+    if undecided or value_of(config, name) == flags()[name].default:
+        return False
+    for other, value in re.findall(r"--([a-z-]+) ?(\w*)", NEEDS[name]):
+        found = value_of(config, other)
+        if found == flags()[other].default if value.isupper() or not value else found != value:
+            return True
+    return False
+
+
+def _check_precision_and_zero(config: Config) -> None:
+    zero, training = config.zero, config.training
+    precision, grad_dtype = training.precision, training.grad_dtype
+    if precision == "fp64" and grad_dtype not in ("fp32", "fp64"):  # fp32 is the default, which stands for fp64 here
+        raise ValueError(f"--grad-dtype {grad_dtype}: with --precision fp64, gradients are fp64 too; drop it")
+    if grad_dtype == "fp64" and precision != "fp64":
+        raise ValueError(f"--grad-dtype fp64 needs --precision fp64, and that is {precision}; use fp32, or change both")
+    if precision == "fp64" and training.fused_kernels == "triton":
+        raise ValueError("--fused-kernels triton with --precision fp64: there are no such kernels; use auto or eager")
+    if config.optimizer.master_weights == "split" and precision != "bf16":
+        raise ValueError(
+            f"--master-weights split with --precision {precision}: weights of bf16 alone are the upper bits of fp32 "
+            "ones; use --precision bf16, or --master-weights fp32"
+        )
+    scale, least = training.initial_loss_scale, training.min_loss_scale
+    if scale < least:
+        raise ValueError(f"--initial-loss-scale {scale} is less than --min-loss-scale {least}; raise it")
+    if config.optimizer.optimizer_cpu_offload and config.optimizer.rules.matrices.whole_matrices:
+        raise ValueError(
+            f"--optimizer-cpu-offload with --optimizer {config.optimizer.optimizer}: its updates are matrix products, "
+            "which CPUs compute too slowly; use --optimizer adamw, or drop --optimizer-cpu-offload"
+        )
+    copies = {"async-save": config.checkpoint.async_save}
+    copies["memory-checkpoint-interval"] = bool(config.checkpoint.memory_checkpoint_interval)
+    for flag in (name for name, given in copies.items() if given and config.optimizer.optimizer_nvme_offload):
+        raise ValueError(
+            f"--{flag} with --optimizer-nvme-offload: a save in the background copies all states to host memory; drop "
+            "one of them"
+        )
+    if zero.zero_shard_size and (zero.zero_stage == 0 or zero.zero_shard_size == 1):
+        raise ValueError(
+            f"--zero-shard-size {zero.zero_shard_size} at --zero-stage {zero.zero_stage} partitions nothing; "
+            "use at least 2 and a stage of at least 1, or drop it"
+        )
+
+
+def _check_learning_rate(config: Config) -> None:
+    optimizer, ramp = config.optimizer, config.training.rampup_batch_size
+    if ramp and (len(ramp) != 3 or min(ramp) < 1):
+        raise ValueError(
+            f"--rampup-batch-size {' '.join(map(str, ramp))}: give three numbers of at least 1, START INCREMENT "
+            "SAMPLES, such as 32 32 100000"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        raise ValueError(f"--min-lr {optimizer.min_lr} is more than --lr {optimizer.lr}; lower it")
+    if optimizer.lr * optimizer.weight_decay > 1:
+        raise ValueError(
+            f"--weight-decay {optimizer.weight_decay} x --lr {optimizer.lr} is more than 1, so that an update would "
+            "change the sign of weights; lower one of them"
+        )
+    last, warmup = decay_end(config), optimizer.lr_warmup_iters
+    total = f"--lr-decay-iters {last} (by default --train-iters)"
+    if optimizer.lr_decay_style != "constant" and warmup >= last:
+        raise ValueError(
+            f"--lr-warmup-iters {warmup} is not less than {total}, so that nothing is left to decay; "
+            f"use a --lr-warmup-iters of {last // 10}, or decay longer"
+        )
+    wsd, decay = optimizer.lr_decay_style == "wsd", optimizer.lr_wsd_decay_iters
+    if wsd != (decay > 0):
+        raise ValueError(
+            f"--lr-wsd-decay-iters {decay} and --lr-decay-style {optimizer.lr_decay_style}: wsd, and no other style, "
+            f"decays in the last --lr-wsd-decay-iters; give both, such as --lr-wsd-decay-iters {max(1, last // 10)}, "
+            "or neither"
+        )
+    if wsd and warmup + decay > last:
+        raise ValueError(
+            f"--lr-warmup-iters {warmup} and --lr-wsd-decay-iters {decay} together are more than {total}; lower one of "
+            "them"
+        )
+
+
+def decay_end(config: Config) -> int:
+    """Return the iteration at which the learning rate has decayed."""
+    return config.optimizer.lr_decay_iters or config.training.train_iters
+
+
+def _check_layout(config: Config) -> None:
+    """Refuse flags that the rest of the layout does not allow."""
+    zero = config.zero
+    for flag, every, stage in (("reduce", zero.zero_reduce_every, 2), ("gather", zero.zero_gather_every, 3)):
+        if every == "step" and zero.zero_stage < stage:
+            raise ValueError(
+                f"--zero-{flag}-every step needs --zero-stage {stage} or higher; raise it, or drop this flag"
+            )
+    tp, sequence = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
+    partitions = config.activations.partition_activations
+    for flag, given in (("partition-activations", partitions), ("sequence-parallel", sequence)):
+        if given and tp == 1:
+            raise ValueError(
+                f"--{flag} needs a --tensor-model-parallel-size of at least 2; raise it, or drop this flag"
+            )
+    if partitions and sequence:
+        raise ValueError(
+            "--partition-activations with --sequence-parallel: each tensor-parallel rank already has only a part of a "
+            "block's input; drop one of them"
+        )
+    micro, length = config.training.micro_batch_size, config.model.seq_length
+    if sequence and micro * length % tp:
+        raise ValueError(
+            f"--sequence-parallel needs --micro-batch-size {micro} x --seq-length {length} to be divisible by "
+            f"--tensor-model-parallel-size {tp}; use a --micro-batch-size that is a multiple of "
+            f"{tp // math.gcd(tp, length)}"
+        )
+
+
+def _check_saving(config: Config) -> None:
+    checkpoint, minutes = config.checkpoint, config.checkpoint.save_interval_minutes
+    if checkpoint.save_interval and minutes not in (0.0, CheckpointConfig().save_interval_minutes):
+        raise ValueError(
+            f"--save-interval-minutes {minutes:g} with --save-interval {checkpoint.save_interval}: checkpoints are "
+            "saved by time or by iterations; give one of them"
+        )
+    folders = {"save": checkpoint.save, "save-hf": checkpoint.save_hf, "log-dir": config.log.log_dir}
+    folders["tensorboard-dir"] = config.log.tensorboard_dir
+    if checkpoint.save_hf and Path(checkpoint.save_hf).resolve() == Path(checkpoint.save).resolve():
+        raise ValueError(
+            f"--save-hf {shorten(checkpoint.save_hf)} is the folder of --save, whose checkpoints have the same names; "
+            "name another"
+        )
+    for flag, path in folders.items():
+        # a plan or a rehearsal may be made on another machine than that of the run, and writes to --log-dir alone
+        if path and (flag == "log-dir" or not (plans(config.plan) or config.plan.rehearse)):
+            _check_writable(flag, Path(path))
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """Write a file without a name to a folder, or to the nearest one that exists, before hours of work."""
+    try:
+        nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        if not nearest.is_dir():
+            raise ValueError(f"--{flag} {path}: {nearest} is a file, not a folder; name another")
+        with tempfile.TemporaryFile(dir=nearest) as file:
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as error:
+        reason = explain(OSError(error.errno, os.strerror(error.errno or 0)))
+        raise ValueError(f"--{flag} {shorten(path)}: cannot write there: {reason}") from None
+
+
+def _check_data(config: Config) -> None:
+    data, evaluation = config.data, config.evaluation
+    skipped_samples(config)
+    for flag in data.document_flags:
+        if not (data.tokenizer or data.data_path or data.data_args_path):
+            raise ValueError(f"{flag} needs --tokenizer, because it looks for the end-of-document token")
+    for name in ("data-path", "data-args-path"):
+        if data.mock_data and (corpora := value_of(config, name)):
+            raise ValueError(
+                f"--mock-data with {shorten(as_flag(name, corpora))}: the data is random or comes from corpora; drop "
+                "one of them"
+            )
+    if data.mock_data and not evaluation.eval_iters and (evaluation.eval_interval or evaluation.eval_only):
+        raise ValueError("--eval-iters 0 evaluates a whole split, and those of --mock-data are endless; use 10")
+
+
+def plans(plan: PlanConfig) -> bool:
+    """Return True if the command line asks for a prediction instead of a run."""
+    return plan.plan or plan.plan_search
+
+
+def _check_plan(plan: PlanConfig, auto: bool) -> None:
+    if plan.plan and plan.plan_search:
+        raise ValueError("--plan and --plan-search: one predicts this layout, the other looks for better ones; use one")
+    if plans(plan) and plan.rehearse:
+        asked = "--plan-search" if plan.plan_search else "--plan"
+        raise ValueError(f"--rehearse {plan.rehearse} with {asked}: both end before training; use one after the other")
+    if plan.plan_search and auto:
+        raise ValueError(
+            "--plan-search with --layout auto: the search prints layouts, and sets none; use --plan, or run"
+        )
+    for flag in ("world-size", "device-type", "moe-plan-imbalance"):
+        value = getattr(plan, flag.replace("-", "_"))
+        used, ways = plans(plan), "--plan or --plan-search"
+        if flag == "device-type":
+            used, ways = used or auto, "--plan, --plan-search or --layout auto"
+        if value != flags()[flag].default and not used:
+            raise ValueError(f"{as_flag(flag, value)} needs {ways}; add one of them, or drop it")
+
+
+# Precisions in which a device attends to blocks of keys by a fused kernel
+FUSED_PRECISIONS = {"cuda": ("bf16", "fp16"), "cpu": ("fp32", "fp64")}
+
+
+def check_device(config: Config, device_type: str) -> None:
+    """Refuse flags that the device does not support.
+
+    Raises:
+        ValueError: gradients of a type that a GPU's matrix products do not return; heads that a GPU's attention does
+            not compute; a ring of keys without fused attention; Triton's kernels on a CPU.
+    """
+    precision, grad_dtype = config.training.precision, config.training.grad_dtype
+    if device_type == "cpu" and config.training.fused_kernels == "triton":
+        raise ValueError("--fused-kernels triton needs a GPU, and the device is cpu; use auto or eager")
+    if device_type == "cuda" and grad_dtype not in ("fp32", precision) and precision != "fp64":
+        either = "fp32" if precision == "fp32" else f"fp32 or {precision}"
+        raise ValueError(
+            f"--grad-dtype {grad_dtype} with --precision {precision}: a GPU's matrix products return the type of their "
+            f"factors, or fp32; use --grad-dtype {either}"
+        )
+    if config.parallel.cp_exchange == "ring" and (reason := ring_refusal(config, device_type)):
+        raise ValueError(f"--cp-exchange ring with {reason}; use all-gather, or auto")
+    if device_type == "cuda" and precision in FUSED_PRECISIONS["cuda"]:
+        _check_flash_heads(config)
+
+
+def ring_refusal(config: Config, device_type: str = "") -> str:
+    """Return why keys and values cannot be exchanged in a ring, in words that follow "with"; empty if they can.
+
+    Args:
+        device_type: cpu or cuda; empty if it is not known yet.
+    """
+    model, precision = config.model, config.training.precision
+    flags = {
+        f"--attention-dropout {model.attention_dropout:g}": model.attention_dropout > 0,
+        f"--attention-softcap {model.attention_softcap:g}": model.attention_softcap > 0,
+        f"--window-size {model.window_size}": model.window_size > 0,
+    }
+    for flag, given in flags.items():
+        if given:
+            return f"{flag}, which needs all keys at once"
+    fused = FUSED_PRECISIONS.get(device_type, (precision,))
+    if precision not in fused:
+        return f"--precision {precision} on {device_type}: attention to blocks of keys needs {' or '.join(fused)} there"
+    return ""
+
+
+def _check_flash_heads(config: Config) -> None:
+    """Refuse heads that FlashAttention does not compute if torch has no other kernel: of pieces of samples."""
+    model, width, cp = config.model, config.model.head_dim, config.parallel.context_parallel_size
+    explicit = model.attention_dropout > 0 or model.attention_softcap > 0
+    flags = {
+        "--reset-attention-mask": config.data.reset_attention_mask,
+        f"--window-size {model.window_size}": 0 < model.window_size < model.seq_length,
+        f"--context-parallel-size {cp}": cp > 1,
+    }
+    flag = next((flag for flag, given in flags.items() if given), "")
+    if explicit or not flag:
+        return
+    if width > FLASH_WIDTH or width % FLASH_STEP:
+        near = min(FLASH_WIDTH, -(-width // FLASH_STEP) * FLASH_STEP)
+        raise ValueError(
+            f"{flag} with heads of width {width} in {config.training.precision} on a GPU: FlashAttention needs "
+            f"a multiple of {FLASH_STEP}, at most {FLASH_WIDTH}; use --kv-channels {near}, or --precision fp32"
+        )
+
+
+def iteration_range(text: str) -> tuple[int, int]:
+    """Return the first and the last iteration that --profile-iterations traces.
+
+    Raises:
+        ValueError: it is not A:B with 1 <= A <= B.
+    """
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise ValueError(
+            f"--profile-iterations {text}: must be A:B, the first and the last iteration to trace, counted from 1, "
+            "such as 10:12"
+        )
+    return int(first), int(last)
+
+
+def _check_profile(config: Config) -> None:
+    text, iterations = config.log.profile_iterations, config.training.train_iters
+    if text and (last := iteration_range(text)[1]) > iterations:
+        raise ValueError(
+            f"--profile-iterations {text}: iteration {last} is not reached, because --train-iters is {iterations}; end "
+            "the range earlier, or train longer"
+        )
+
+
+def skipped_samples(config: Config) -> range:
+    """Return the samples that --skip-samples leaves out; ValueError unless it is A:B with 0 <= A < B."""
+    given = config.data.skip_samples
+    found = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", given)
+    if given and not (found and int(found[1]) < int(found[2])):
+        raise ValueError(f"--skip-samples {given}: give A:B, two sample numbers, A less than B, such as 4096:8192")
+    return range(int(found[1]), int(found[2])) if found else range(0)

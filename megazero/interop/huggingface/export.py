@@ -1,0 +1,167 @@
+"""Export of a checkpoint as a folder that transformers reads: safetensors, configuration, tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megazero.checkpoint.streaming import TensorReader, bands
+from megazero.checkpoint.tensor_file import TensorFile
+from megazero.data.tokenizer import Tokenizer
+from megazero.engine.model.layers.context import DTYPES
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import ModelConfig
+from megazero.files import new_folder, write_atomically
+from megazero.interop.huggingface.families import family_of
+from megazero.interop.huggingface.model_types import SAME, TensorNames
+from megazero.interop.huggingface.tokenizer_files import check_tokenizer, special_ids, write_tokenizer
+from megazero.run.run_state import RunState, run_tokenizer
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Shard(NamedTuple):
+    """A safetensors file of an export."""
+
+    rows: list[TensorNames]
+    announced: list[tuple[str, torch.dtype, torch.Size]]  # their tensors
+    num_bytes: int
+
+
+def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of the model by its global name, in the order of the forward pass."""
+    return {spec.name: spec.shape for spec in declare(model).params()}
+
+
+def plan_shards(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[Shard]:
+    """Divide the model's tensors, in order, into files of at most `shard_bytes`, or of one tensor that is larger."""
+    family, shapes, shards = family_of(model), shapes_of(model), [Shard([], [], 0)]
+    for row in dict.fromkeys(row for name in shapes for row in family.names(name, model)):
+        ours = [torch.empty(shapes[name], dtype=dtype, device="meta")[row.rows] for name in row.ours]
+        parts = row.form.split(ours, model)
+        announced = [(theirs, dtype, part.shape) for theirs, part in zip(row.theirs, parts, strict=True)]
+        size = sum(part.nbytes for part in parts)
+        if shards[-1].rows and shards[-1].num_bytes + size > shard_bytes:
+            shards.append(Shard([], [], 0))
+        rows, before, num_bytes = shards.pop()
+        shards.append(Shard([*rows, row], before + announced, num_bytes + size))
+    return shards
+
+
+def export(
+    path: Path,
+    output: Path,
+    tokenizer: Tokenizer | None,
+    dtype: str = "fp32",
+    shard_bytes: int = 5 << 30,
+    advance: Callable[[int], None] = lambda _: None,
+) -> bool:
+    """Write the checkpoint folder `path` as the Hugging Face model `output`, which appears whole or not at all.
+
+    One tensor is in memory at a time, or a band of its rows if it is the same in both: memory grows neither with the
+    number of layers nor with the vocabulary.
+
+    Args:
+        tokenizer: of the run; None: the export has none.
+        dtype: of the weights, as --precision names it.
+        shard_bytes: of a safetensors file.
+        advance: called with the bytes of each tensor or band.
+
+    Returns:
+        False if transformers gives other ids than `tokenizer` for some texts.
+
+    Raises:
+        ValueError: the checkpoint is damaged, `output` exists already, or a weight is beyond the range of the dtype.
+    """
+    state = RunState.read_alone(path)
+    model = state.model_config(path)
+    shards = plan_shards(model, DTYPES[dtype], shard_bytes)
+    with new_folder(output) as folder:
+        same = tokenizer is None or write_tokenizer(tokenizer, folder)
+        _write_config(model, folder, dtype, special_ids(tokenizer, folder) if tokenizer is not None else {})
+        _write_weights(TensorReader(path), model, shards, folder=folder, dtype=dtype, advance=advance)
+    return same
+
+
+def export_run(path: Path, output: Path, dtype: str) -> bool:
+    """Export as `export`, with the tokenizer of the run, if it has one."""
+    state = RunState.read_alone(path)
+    return export(path, output, run_tokenizer(path, state) if state.tokenizer(path) else None, dtype)
+
+
+def check_export(model: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    """Refuse a run whose export would compute another model. ValueError names the options, or the tokenizer."""
+    family_of(model).to_config(model, None)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
+
+
+def _write_weights(
+    reader: TensorReader,
+    model: ModelConfig,
+    shards: list[Shard],
+    folder: Path,
+    dtype: str,
+    advance: Callable[[int], None],
+) -> None:
+    names = [WEIGHTS]
+    if len(shards) > 1:
+        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        index = {theirs: name for name, shard in zip(names, shards, strict=True) for theirs, _, _ in shard.announced}
+        total = sum(shard.num_bytes for shard in shards)
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        write_atomically(folder / INDEX, json.dumps(content, indent=2).encode())
+    for name, shard in zip(names, shards, strict=True):
+        with TensorFile(folder / name, shard.announced, {"format": "pt"}) as file:
+            for _, rows in itertools.groupby(shard.rows, key=lambda row: row.ours):
+                for part in _parts(reader, list(rows), model, dtype=dtype, advance=advance):
+                    file.append(part)
+
+
+def _parts(
+    reader: TensorReader, same: list[TensorNames], model: ModelConfig, dtype: str, advance: Callable[[int], None]
+) -> Iterator[Iterable[torch.Tensor]]:
+    """Yield their tensors of rows with the same tensors of ours, in their dtype, each as bands of its rows."""
+
+    def read(name: str, rows: slice) -> torch.Tensor:
+        ours = reader.read(f"model.{name}", rows).to(DTYPES[dtype])
+        if dtype == "fp16" and not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):
+            raise ValueError(
+                f"--dtype fp16: {name} holds values beyond {torch.finfo(ours.dtype).max:.0f}, the largest of fp16; "
+                "use bf16 or fp32"
+            )
+        advance(ours.nbytes)
+        return ours
+
+    name, row = same[0].ours[0], same[0]
+    in_bands = bands(reader.manifest.tensors[f"model.{name}"].shape)
+    if row.form is SAME:
+        yield map(functools.partial(read, name), in_bands)
+    elif row.expert is None:
+        parts = row.form.split([read(name, slice(None)) for name in row.ours], model)
+        yield from ([part.contiguous()] for part in parts)
+    else:
+        for band in in_bands:
+            experts = [each for each in same if band.start <= each.rows.start < band.stop]
+            if experts:
+                ours = read(name, slice(experts[0].rows.start, experts[-1].rows.stop))
+                for each, expert in zip(experts, ours.split(1), strict=True):
+                    yield from ([part] for part in each.form.split([expert], model))
+
+
+def _write_config(model: ModelConfig, folder: Path, dtype: str, ids: dict[str, int | None]) -> None:
+    from transformers import GenerationConfig
+
+    family = family_of(model)
+    config = family.to_config(model, ids.get("eos_token_id"))
+    config.bos_token_id = ids.get("bos_token_id")
+    config.architectures, config.dtype = [family.model_class], str(DTYPES[dtype]).removeprefix("torch.")
+    config.save_pretrained(folder)
+    GenerationConfig(**ids).save_pretrained(folder)

@@ -1,0 +1,108 @@
+"""Rotary positions as `rope_parameters` of Hugging Face's configurations, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megazero.engine.kernels.rotary import FAST, HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, Rotary
+from megazero.engine.options.schema import ModelConfig
+from megazero.interop.huggingface.model_types import Conversion, Options
+
+
+class Scaling(NamedTuple):
+    """Keys of one rope_type."""
+
+    options: Mapping[str, str]  # their key -> field of ModelConfig
+    fixed: Mapping[str, float] = {}  # their key -> the value that ours computes
+
+
+FACTOR = {"factor": "rope_scaling_factor"}
+LENGTH = {"original_max_position_embeddings": "rope_trained_length"}
+SCALINGS = {  # by rope_type
+    "default": Scaling({}),
+    "linear": Scaling(FACTOR),
+    "llama3": Scaling(FACTOR | LENGTH, {"low_freq_factor": LOW_FREQUENCY, "high_freq_factor": HIGH_FREQUENCY}),
+    "yarn": Scaling(FACTOR | LENGTH, {"beta_fast": FAST, "beta_slow": SLOW, "truncate": True}),
+}
+
+
+def rope_parameters(model: ModelConfig, partial: bool = False, by_kind: bool = False) -> Options:
+    """Return a model's rotary positions as theirs.
+
+    Args:
+        partial: whether their class can rotate a part of each head.
+        by_kind: whether their class has parameters of layers with a window and of others.
+    """
+    part: Options = {"partial_rotary_factor": model.rotary_percent} if partial else {}
+    kind = "default" if model.rope_scaling_factor == 1 else model.rope_scaling_type
+    scaling = {theirs: getattr(model, ours) for theirs, ours in SCALINGS[kind].options.items()}
+    every = part | {"rope_type": kind, "rope_theta": model.rotary_base, **scaling, **SCALINGS[kind].fixed}
+    if not by_kind:
+        return every
+    local = part | {"rope_type": "default", "rope_theta": model.local_rotary_base}
+    return {"full_attention": every, "sliding_attention": local if model.local_rotary_base else dict(every)}
+
+
+def rotary_options(given: Mapping[str, Any], partial: bool = False) -> Options:
+    """Return the fields of ModelConfig for rope_parameters, those of all layers or those by kind.
+
+    Args:
+        partial: whether their class can rotate a part of each head.
+
+    Raises:
+        ValueError: they ask for another computation than ours. It names the key and its value.
+    """
+    if "full_attention" not in given:
+        return _options(given, partial)
+    found, local = _options(given["full_attention"], partial), _options(given["sliding_attention"], partial)
+    if local == found:
+        return found
+    base, percent = local["rotary_base"], found["rotary_percent"]
+    if local != {"rotary_base": base, "rotary_percent": percent}:
+        raise ValueError(
+            f"config.json has {given['sliding_attention']} in rope_parameters; this version computes layers with a "
+            "window with another rope_theta alone, unscaled"
+        )
+    return found | {"local_rotary_base": base}
+
+
+def _options(given: Mapping[str, Any], partial: bool) -> Options:
+    rope = {key: value for key, value in given.items() if value is not None and key != "type"}
+    kind = rope.pop("rope_type")
+    if kind not in SCALINGS:
+        raise ValueError(f"config.json has rope_type {kind}; this version computes {', '.join(SCALINGS)} only")
+    base, percent = float(rope.pop("rope_theta")), float(rope.pop("partial_rotary_factor", 1.0))
+    if percent != 1 and not partial:
+        raise ValueError(f"config.json has partial_rotary_factor {percent:g}; this architecture rotates whole heads")
+    found = {"rotary_base": base, "rotary_percent": percent}
+    options, fixed = SCALINGS[kind]
+    scaling: Options = {ours: rope.pop(theirs) for theirs, ours in options.items() if theirs in rope}
+    factor = scaling["rope_scaling_factor"] = float(scaling.get("rope_scaling_factor", 1.0))
+    if not factor >= 1:
+        raise ValueError(f"config.json has factor {factor:g} in rope_parameters; a context is stretched by at least 1")
+    if kind == "yarn":
+        fixed = {**fixed, "attention_factor": Rotary(0, 1.0, factor, "yarn").amplitude}
+    for key, value in rope.items():
+        if key not in fixed or not math.isclose(float(value), fixed[key], rel_tol=1e-9):
+            can = f"computes {fixed[key]:g} only" if key in fixed else "does not compute it"
+            raise ValueError(
+                f"config.json has {key} {value} in rope_parameters of rope_type {kind}; this version {can}"
+            )
+    return found | ({} if factor == 1 else {"rope_scaling_type": kind, **scaling})
+
+
+def _rotary(*further: str) -> Conversion:
+    """Return the conversion of rotary positions. further: the options of ours that not all of their classes have."""
+    partial, by_kind = "rotary_percent" in further, "local_rotary_base" in further
+    return Conversion(
+        ("rotary_base", "rope_scaling_factor", "rope_scaling_type", "rope_trained_length", *further),
+        lambda model: {"rope_parameters": rope_parameters(model, partial, by_kind)},
+        lambda config: rotary_options(config.rope_parameters, partial),
+    )
+
+
+ROTARY = _rotary()
+PARTIAL_ROTARY = _rotary("rotary_percent")
+LOCAL_ROTARY = _rotary("local_rotary_base")

@@ -1,0 +1,203 @@
+"""Options of families of Hugging Face that have another form on each side; `rotary` has those of positions."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from megazero.engine.options.schema import ModelConfig
+from megazero.interop.huggingface.model_types import Conversion, Options, pattern_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
+
+# -- Windows and kinds of layers
+
+
+def _windows(model: ModelConfig) -> Options:
+    kinds = [LOCAL if kind == "L" else GLOBAL for kind in model.attention_kinds]
+    return {"sliding_window": model.window_size or None, "layer_types": kinds}
+
+
+def _qwen_windows(model: ModelConfig) -> Options:
+    found = _windows(model)
+    if not model.window_size:
+        return found | {"use_sliding_window": False}
+    first = [*found["layer_types"], LOCAL].index(LOCAL)  # readers without layer_types take the layers before as global
+    return found | {"use_sliding_window": True, "max_window_layers": first}
+
+
+def layer_pattern(letters: str) -> str:
+    """Return the shortest pattern that repeats to `letters`; empty if all are L or all are G."""
+    return "" if set(letters) <= {"L"} or set(letters) <= {"G"} else pattern_of(letters)
+
+
+def _from_windows(config: PreTrainedConfig) -> Options:
+    """Return window_size and layer_pattern of `sliding_window` and `layer_types`."""
+    size = config.sliding_window if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = [LOCAL if size else GLOBAL] * config.num_hidden_layers
+    if unknown := set(kinds) - {LOCAL, GLOBAL}:
+        raise ValueError(f"config.json has layer_types {min(unknown)}; this version computes {LOCAL} and {GLOBAL} only")
+    if LOCAL in kinds and not size:
+        raise ValueError(
+            f"config.json has {LOCAL} in layer_types and no window: sliding_window {config.sliding_window}, "
+            f"use_sliding_window {getattr(config, 'use_sliding_window', True)}; give the window, or make these layers "
+            f"{GLOBAL}"
+        )
+    letters = "".join("L" if kind == LOCAL else "G" for kind in kinds)
+    return {"window_size": size if "L" in letters else 0, "layer_pattern": layer_pattern(letters)}
+
+
+def _no_rope_layers(model: ModelConfig) -> Options:
+    kinds = model.attention_kinds
+    return {"no_rope_layers": [int(kind != "N") for kind in kinds], "layer_types": [GLOBAL] * len(kinds)}
+
+
+def _from_no_rope_layers(config: PreTrainedConfig) -> Options:
+    return {"layer_pattern": layer_pattern("".join("G" if rotates else "N" for rotates in config.no_rope_layers))}
+
+
+WINDOW = Conversion(  # of all layers
+    ("window_size",),
+    lambda model: {"sliding_window": model.window_size or None},
+    lambda config: {"window_size": config.sliding_window or 0},
+)
+SWITCHED_WINDOW = Conversion(
+    ("window_size",),
+    lambda model: {"use_sliding_window": model.window_size > 0, "sliding_window": model.window_size or None},
+    lambda config: {"window_size": (config.sliding_window or 0) if config.use_sliding_window else 0},
+)
+WINDOWS = Conversion(("window_size", "layer_pattern"), _windows, _from_windows)
+QWEN_WINDOWS = WINDOWS._replace(to_theirs=_qwen_windows)
+NO_ROPE_LAYERS = Conversion(("layer_pattern",), _no_rope_layers, _from_no_rope_layers)
+
+
+# -- Heads and scores
+
+
+def _head_dim(config: PreTrainedConfig) -> Options:
+    usual = config.hidden_size // config.num_attention_heads
+    found = getattr(config, "head_dim", None) or usual
+    return {"kv_channels": 0 if found == usual else found}
+
+
+def _gemma_scores(model: ModelConfig) -> Options:
+    scalar = round(model.attention_scale**-2) if model.attention_scale else model.head_dim
+    if model.attention_scale and not math.isclose(scalar**-0.5, model.attention_scale):
+        raise ValueError(
+            f"--attention-scale {model.attention_scale}: Gemma's is 1 / sqrt(N) of a whole N, such as {scalar**-0.5}"
+        )
+    return {
+        "query_pre_attn_scalar": scalar,
+        "final_logit_softcapping": model.final_softcap or None,
+    }
+
+
+def _from_gemma_scores(config: PreTrainedConfig) -> Options:
+    scalar = config.query_pre_attn_scalar
+    return {
+        "attention_scale": 0.0 if scalar == config.head_dim else scalar**-0.5,
+        "final_softcap": config.final_logit_softcapping or 0.0,
+    }
+
+
+def _from_attention_multiplier(config: PreTrainedConfig) -> Options:
+    head_dim = config.hidden_size // config.num_attention_heads
+    usual = config.attention_multiplier == head_dim**-0.5
+    return {"attention_scale": 0.0 if usual else float(config.attention_multiplier)}
+
+
+HEAD_DIM = Conversion(("kv_channels",), lambda model: {"head_dim": model.head_dim}, _head_dim)
+GEMMA_SCORES = Conversion(("attention_scale", "final_softcap"), _gemma_scores, _from_gemma_scores)
+GEMMA2_SOFTCAP = Conversion(
+    ("attention_softcap",),
+    lambda model: {"attn_logit_softcapping": model.attention_softcap or None},
+    lambda config: {"attention_softcap": config.attn_logit_softcapping or 0.0},
+)
+ATTENTION_MULTIPLIER = Conversion(
+    ("attention_scale",),
+    lambda model: {"attention_multiplier": model.attention_scale or model.head_dim**-0.5},
+    _from_attention_multiplier,
+)
+
+
+# -- Experts
+
+
+def _from_sparse_layers(config: PreTrainedConfig) -> Options:
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers
+    layers = range(config.num_hidden_layers)
+    letters = "".join("DE"[(i + 1) % step == 0 and i not in dense and config.num_experts > 0] for i in layers)
+    if "E" not in letters:
+        raise ValueError(
+            f"config.json has num_experts {config.num_experts}, decoder_sparse_step {step} and mlp_only_layers "
+            f"{dense}; no layer has experts, and this version computes such a model as the family without them"
+        )
+    return {"moe_layer_freq": pattern_of(letters) if "D" in letters else "1"}
+
+
+def _sparse_layers(model: ModelConfig) -> Options:
+    dense = [number for number in range(model.num_layers) if not model.has_experts(number)]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+SPARSE_LAYERS = Conversion(("moe_layer_freq",), _sparse_layers, _from_sparse_layers)
+# The factor of their balance loss, router_aux_loss_coef, is not converted: theirs is of all layers and samples
+# together, ours of each, so that no factor makes them equal. An import has none, and an export the class's default.
+TOPK_PROB = Conversion(
+    ("moe_router_pre_softmax",),
+    lambda model: {"norm_topk_prob": not model.moe_router_pre_softmax},
+    lambda config: {"moe_router_pre_softmax": not config.norm_topk_prob},
+)
+ONE_WIDTH = Conversion((), lambda model: {"intermediate_size": model.expert_size}, lambda config: {})
+
+
+# -- Dropout
+
+
+def _equal_dropout(embedding: str, residual: str) -> Conversion:
+    """Return the conversion of a dropout of embeddings, by the names of theirs: it must be that of the branches."""
+
+    def check(config: PreTrainedConfig) -> Options:
+        rates = getattr(config, embedding), getattr(config, residual)
+        if rates[0] != rates[1]:
+            raise ValueError(
+                f"config.json has {embedding} {rates[0]} and {residual} {rates[1]}; this version computes equal ones "
+                "only, which are --hidden-dropout"
+            )
+        return {}
+
+    return Conversion((), lambda model: {embedding: model.hidden_dropout}, check)
+
+
+GPT_DROPOUT = _equal_dropout("embd_pdrop", "resid_pdrop")
+STARCODER2_DROPOUT = _equal_dropout("embedding_dropout", "residual_dropout")
+
+
+# -- GPT-2 and GPT-J, Phi-3
+
+
+def _from_rotary_dim(config: PreTrainedConfig) -> Options:
+    return {"rotary_percent": (config.rotary_dim or config.n_embd) / (config.n_embd // config.n_head)}
+
+
+def _trained_length(model: ModelConfig) -> int:
+    return model.max_positions if model.rope_scaling_factor == 1 else model.rope_trained_length
+
+
+GPT = Conversion(
+    (),
+    lambda model: {"activation_function": "gelu_new"},
+    lambda config: {"ffn_hidden_size": config.n_inner or 4 * config.n_embd},
+)
+ROTARY_DIM = Conversion(("rotary_percent",), lambda model: {"rotary_dim": model.rotary_dim}, _from_rotary_dim)
+PHI3 = Conversion(
+    (),
+    lambda model: {"embd_pdrop": model.hidden_dropout, "original_max_position_embeddings": _trained_length(model)},
+    lambda config: {},
+)

@@ -1,0 +1,62 @@
+"""Weights of a Hugging Face folder, read by each rank into its own shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from megazero.engine.options.schema import ModelConfig
+from megazero.engine.plan.layout.regions import Region, intersection
+from megazero.engine.zero.shards import LocalShard
+from megazero.files import read_json_object
+from megazero.flags.flag_names import as_flag
+from megazero.interop.huggingface.configuration import CONFIG
+from megazero.interop.huggingface.families import MODELS
+from megazero.interop.huggingface.importing import Source, check_shapes, names_in, read_rows
+
+Fill = Callable[[Mapping[str, LocalShard]], None]
+
+
+def open_weights(folder: Path, model: ModelConfig) -> Fill:
+    """Return a function that fills a rank's shards of `model` from the safetensors of `folder`, a tensor at a time.
+
+    The files are mapped: a rank reads the pages of its own shards, and of tensors that are joined from several.
+
+    Raises:
+        ValueError: the folder holds no safetensors, or not the tensors of `model`. The function raises it for a file
+            that cannot be read, and for values that are not finite.
+    """
+    flag = f"--load {folder}"
+    architecture = MODELS[read_json_object(folder / CONFIG)["model_type"]]
+    if wrong := architecture.differences(model):
+        given = ", ".join(as_flag(name.replace("_", "-"), getattr(model, name)) for name in wrong)
+        raise ValueError(f"{flag} is a {architecture.model_type}, which has no {given}; leave it out")
+    files = Source(folder, flag)
+    names = names_in(files, architecture, model)
+    check_shapes(files, architecture, model, names)
+
+    def fill(shards: Mapping[str, LocalShard]) -> None:
+        for name, shard in shards.items():
+            regions = shard.regions()
+            if not regions:
+                continue
+            name, targets = name.removeprefix("model."), list(shard.views(regions))
+            rows = slice(min(r.offset[0] for r in regions), max(r.offset[0] + r.size[0] for r in regions))
+            for first, ours in read_rows(files, architecture, model, names=names, name=name, asked=rows):
+                part = Region((first, *[0] * (ours.dim() - 1)), tuple(ours.shape))
+                for region, target in zip(regions, targets, strict=True):
+                    if common := intersection(region, part):
+                        target[_within(common, region)] = ours[_within(common, part)]
+            if not all(math.isfinite(float(end)) for end in torch.aminmax(shard.data)):
+                raise ValueError(f"{flag}: {name} holds values that are not finite")
+
+    return fill
+
+
+def _within(part: Region, region: Region) -> tuple[slice, ...]:
+    """Return the indices of `part` in a tensor of `region`."""
+    starts = [offset - first for offset, first in zip(part.offset, region.offset, strict=True)]
+    return tuple(slice(start, start + size) for start, size in zip(starts, part.size, strict=True))

@@ -1,9 +1,0 @@
-"""Updates by the name of their rule in `config.optimizers`. A new one needs a module, a line here and a rule there."""
-
-from __future__ import annotations
-
-from megazero.optim import adamw, lion, muon
-from megazero.optim.step import UpdateFunction
-
-UPDATES: dict[str, UpdateFunction] = {"adamw": adamw.update, "lion": lion.update}
-MATRIX_UPDATES = {"muon": muon.update}

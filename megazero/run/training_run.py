@@ -1,0 +1,203 @@
+"""`TrainingRun`: a run around its trainer. It resumes, saves, logs, and stops when asked to."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from megazero.cluster import agent_notes
+from megazero.engine.mesh.collectives import MAX
+from megazero.engine.step.engine import LossScaleExhausted
+from megazero.flags.cli import Command
+from megazero.log import log
+from megazero.observe.events import RunEvents
+from megazero.observe.loggers import Writers, open_writers
+from megazero.observe.memory_report import device_in_use
+from megazero.observe.start_clock import StartClock
+from megazero.run.checkpoints import Checkpoints
+from megazero.run.evaluation import Evaluation, Stopped, line
+from megazero.run.exports import Exports
+from megazero.run.replicas import check_replicas
+from megazero.run.stopping import ENDING, EVALUATING, DeadRun, Wish, Wishes, stopped_words, training_promise
+from megazero.run.trainer import Trainer
+
+
+class TrainingRun:
+    """One rank's part in a run; all ranks call each method together."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        wishes: Wishes,
+        command: Command | None = None,
+        exports: Exports | None = None,
+        clock: StartClock | None = None,
+        elastic: str = "",
+    ) -> None:
+        """Take the parts of a run.
+
+        Args:
+            wishes: the requests to save or stop that this rank sees.
+            command: its flags go into config.toml.
+            clock: of the parts of this start; None: it begins here.
+            elastic: the nodes and the layout of this start, with --elastic.
+        """
+        self.exports, self.clock, self.elastic = exports, clock or StartClock(), elastic
+        self.trainer, self.checkpoints, self.wishes, self.command = trainer, checkpoints, wishes, command
+        self.config, self.mesh, self.watchdog = trainer.config, trainer.mesh, trainer.watchdog
+
+    def train(self, load: Path | None) -> Wish | None:
+        """Train from `load`, or from the beginning, to --train-iters; returns the request that stopped it earlier.
+
+        Raises:
+            ValueError: the checkpoint cannot be loaded.
+            DeadRun: the run makes no progress.
+        """
+        config, trainer = self.config, self.trainer
+        load, trainer.progress = self.checkpoints.resume(load)
+        progress, last = trainer.progress, config.training.train_iters
+        self.describe(load)
+        self.clock.mark("checkpoint")
+        events, stop = RunEvents(self.command, config, self.mesh, self.clock), None
+        writers = self._open_writers(events)
+        if self.exports is not None:
+            self.exports.resume(progress)
+        self.wishes.signals.promise = training_promise(config.checkpoint.save)
+        if progress.iteration < last:
+            events.start(progress.iteration, writers.lost)
+            agent_notes.leave(agent_notes.BEGAN, str(progress.iteration))
+        try:
+            while progress.iteration < last and (stop := self._stop()) is None:
+                try:
+                    record = trainer.iterate()
+                except LossScaleExhausted:
+                    self.checkpoints.save(progress, last=True)  # the weights of the last good update
+                    raise
+                self.watchdog.doing = f"the end of iteration {progress.iteration}"
+                writers.write(record | events.first_step(progress.iteration))
+                self._check_alive()
+                if trainer.due(config.monitor.check_replicas_interval):
+                    check_replicas(trainer.engine, progress.iteration)
+                exits = trainer.due(config.checkpoint.exit_interval)
+                if trainer.due(config.checkpoint.save_interval) and progress.iteration < last and not exits:
+                    self._save()
+                if self.checkpoints.copy_due(progress.iteration):
+                    with trainer.pauses.of("memory_save"):
+                        self.checkpoints.save_in_memory(progress)
+                if self.exports is not None and trainer.due(config.checkpoint.save_hf_interval):
+                    with trainer.pauses.of("export"):
+                        self.exports.export(progress)
+                if exits:
+                    log.info(f"--exit-interval {config.checkpoint.exit_interval}: stopping")
+                    break
+        except Exception as error:
+            events.fail(progress.iteration, error)
+            raise
+        finally:
+            writers.close()
+            trainer.train_batches.close()
+        trainer.profiler.close()
+        self.watchdog.doing = ""
+        if progress.iteration:
+            if config.checkpoint.save:
+                self.wishes.signals.promise = ENDING
+            self._save(last=True)
+            self.checkpoints.end_in_memory(progress)
+            self._export_last()
+        trainer.engine.wait()
+        if stop is not None:
+            agent_notes.leave(agent_notes.STOPPED, stop.name)
+            kept = self.checkpoints.saved_at == progress.iteration
+            log.info(stopped_words(progress.iteration, stop.why, config.checkpoint if kept else None))
+        why = stop.why if stop else "done" if progress.iteration >= last else "--exit-interval"
+        events.end(progress.iteration, why, trainer.pauses.take())
+        return stop
+
+    def _save(self, last: bool = False) -> None:
+        with self.trainer.pauses.of("save"):
+            self.checkpoints.save(self.trainer.progress, last)
+
+    def _export_last(self) -> None:
+        """Export the last iteration of the run. A run that stops earlier only waits for an export that has begun."""
+        if self.exports is None:
+            return
+        with self.trainer.pauses.of("export"):
+            if self.trainer.progress.iteration >= self.config.training.train_iters:
+                self.exports.export(self.trainer.progress, last=True)
+            else:
+                self.exports.finish(all_ranks=True)
+
+    def evaluate(self, load: Path) -> Wish | None:
+        """Evaluate the weights of `load` on --eval-split; returns the request that stopped it earlier."""
+        trainer, evaluator = self.trainer, self.trainer.evaluator
+        loaded, trainer.progress = self.checkpoints.resume(load)
+        self.describe(loaded)
+        writers = self._open_writers(RunEvents(self.command, self.config, self.mesh))
+        start = time.perf_counter()
+        self.wishes.signals.promise = EVALUATING
+        try:
+            found = evaluator.run(self._stop)
+            if isinstance(found, Evaluation):
+                progress, seconds = trainer.progress, time.perf_counter() - start
+                record = evaluator.record(found, progress.iteration, progress.consumed_samples, seconds)
+                writers.write(record)
+        finally:
+            writers.close()
+        trainer.engine.wait()
+        if isinstance(found, Stopped):
+            log.info(f"stopped by {found.stop.why} after {found.done:.0%} of the evaluation: no result")
+            return found.stop
+        log.info(line(record))
+        return None
+
+    def _open_writers(self, events: RunEvents) -> Writers:
+        if not self.trainer.leads:
+            return Writers([])
+        in_use, done = lambda: device_in_use(self.mesh.device), self.trainer.progress.iteration
+        return Writers(open_writers(self.config, done, in_use, command=self.command, about=events.about))
+
+    def _stop(self) -> Wish | None:
+        """Save if it is time to; return the reason to stop here, if any.
+
+        All ranks agree, because a signal may reach only some of them, and only rank 0 has a clock.
+        """
+        wish = Wish(self.mesh.agree(self.wishes.now(), MAX))
+        progress = self.trainer.progress
+        if wish == Wish.SAVE and progress.iteration and self.checkpoints.saved_at != progress.iteration:
+            self._save()
+        self.wishes.obey(wish)
+        return wish if wish.stops else None
+
+    def _check_alive(self) -> None:
+        progress, limit = self.trainer.progress, self.config.training.max_skipped_iterations
+        if limit and progress.skipped_in_a_row >= limit:
+            self.checkpoints.finish_save()
+            raise DeadRun(
+                f"iteration {progress.iteration}: {progress.skipped_in_a_row} iterations in a row made no update "
+                f"(--max-skipped-iterations {limit}), the last: {self.trainer.skip_reason}. The last checkpoint is "
+                "unchanged; lower --lr, check the data, or resume from an earlier checkpoint"
+            )
+
+    def describe(self, load: Path | None) -> None:
+        """Report the start of the run: its data, its checkpoint and its first iteration."""
+        config, trainer = self.config, self.trainer
+        evaluation, datasets = config.evaluation, trainer.datasets
+        notes = list(datasets.notes())
+        if evaluation.eval_only or evaluation.eval_interval:
+            size = config.training.global_batch_size
+            notes.append(datasets.repeats(trainer.evaluator.split, evaluation.eval_iters, size))
+        for note in filter(None, notes):
+            log.info(note)
+        if config.checkpoint.load and load is None:
+            log.info(f"--load {config.checkpoint.load} holds no checkpoint: starting fresh")
+        done, asked = trainer.progress.iteration, config.training.train_iters
+        if evaluation.eval_only:
+            part = f"the first {evaluation.eval_iters} global batches" if evaluation.eval_iters else "all"
+            log.info(f"evaluating {part} of the {evaluation.eval_split} split")
+        elif done >= asked:
+            log.info(f"iteration {done} is done, and --train-iters is {asked}: nothing to do")
+        elif done:
+            log.info(f"resuming after iteration {done}")
+        if self.elastic:
+            log.info(f"{self.elastic}, from iteration {done}")

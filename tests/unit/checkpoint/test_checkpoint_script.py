@@ -1,0 +1,93 @@
+"""scripts/checkpoint.py, and the check of every byte behind it."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero import checkpoint
+from megazero.checkpoint import verify
+from megazero.engine.options.schema import ModelConfig
+from megazero.engine.zero.shards import LocalShard
+from megazero.run.run_state import RunState
+from tests.helpers.programs import warm
+from tests.helpers.table import for_each
+
+
+def save(root: Path, iteration: int) -> Path:
+    tensors = {name: LocalShard((6, 2), (0, 0), (6, 2), 0, 12, torch.arange(12.0)) for name in ("model.w", "exp_avg.w")}
+    layout = {"pp": 1, "dp": 2, "tp": 3}
+    state = RunState(iteration, 8 * iteration, iteration, None, asdict(ModelConfig()), layout, {}, run="abc")
+    return checkpoint.save(root, iteration, tensors, state.to_json(), attached={"tokenizer/tokenizer.json": b"{ }"})
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@for_each(
+    ("file", "at", "words"),
+    [
+        ("rank_00000.safetensors", -1, "tensor 'exp_avg.w' at"),
+        ("rank_00000.safetensors", 20, "rank_00000.safetensors is damaged"),
+        ("state.json", 3, "state.json is damaged"),
+        ("manifest.json", 3, "manifest.json"),
+        ("tokenizer/tokenizer.json", 1, "tokenizer/tokenizer.json is damaged"),
+    ],
+)
+def test_every_fault_is_named(tmp_path: Path, file: str, at: int, words: str) -> None:
+    path = save(tmp_path, 1)
+    assert list(verify.faults(path)) == []
+    flip(path / file, at)
+    found = list(verify.faults(path))
+    assert found and words in found[0] and "damaged" in found[0]
+
+
+def script(*words: object) -> subprocess.CompletedProcess[str]:
+    return warm("scripts/checkpoint.py", *words)
+
+
+@pytest.mark.long
+def test_list_verify_and_show(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    flip(first / "rank_00000.safetensors", -1)
+    (second / "rank_00000.safetensors").unlink()
+    listed = script("list", tmp_path)
+    assert listed.returncode == 0
+    head, *rows = listed.stdout.splitlines()
+    assert head.split() == ["checkpoint", "saved", "size", "layout", "samples", "state"]
+    assert "pp 1 x dp 2 x tp 3" in rows[0] and rows[0].endswith("<- a resume starts here")
+    assert rows[1].endswith("NOT WHOLE: rank_00000.safetensors is missing; name another, or its parent folder")
+    checked = script("verify", tmp_path)
+    assert checked.returncode == 1
+    assert f"{first}: DAMAGED" in checked.stdout and "tensor 'exp_avg.w' at [0, 0]" in checked.stdout
+    shown = script("show", first)
+    assert shown.returncode == 0 and "iteration 1, 8 samples, 1 updates, run abc" in shown.stdout
+    assert [line.split()[0] for line in shown.stdout.splitlines()[-2:]] == ["model.w", "exp_avg.w"]
+    (first / "rank_00000.safetensors").unlink()
+    listed = script("list", tmp_path)  # a job's script must see that there is nothing to resume from
+    assert listed.returncode == 1 and len(listed.stdout.splitlines()) == 3 and listed.stdout.count("NOT WHOLE") == 2
+    assert str(tmp_path) in listed.stderr and "<- a resume" not in listed.stdout
+    refused = script("list", tmp_path / "nothing")
+    assert refused.returncode == 1 and refused.stderr.startswith("error: ") and "holds no checkpoint" in refused.stderr
+
+
+def test_help_keeps_its_lines() -> None:
+    shown = script("--help").stdout.splitlines()
+    assert "  python scripts/checkpoint.py export --to hf --output exports/a runs/a" in [
+        line.rstrip() for line in shown
+    ]
+
+
+@pytest.mark.long
+def test_a_name_of_the_hub_is_downloaded_first(tmp_path: Path) -> None:
+    refused = script("import", "--from", "hf", "gpt2", "--output", tmp_path / "out")
+    assert refused.returncode == 1
+    assert "--from hf gpt2: no such file or folder (a model of" in refused.stderr
+    assert "hf download gpt2 --local-dir DIR" in refused.stderr

@@ -1,0 +1,111 @@
+"""Flushes and renames of a save, in order: seen at the calls to the system, since no test can cut the power."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megazero import checkpoint
+from megazero.engine.zero.shards import LocalShard
+from tests.helpers.table import for_each
+
+Event = tuple[str, ...]  # ("flush", path) or ("rename", from, to)
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
+    """Record the flushes and renames of the test."""
+    found: list[Event] = []
+
+    def flushing(original: Any) -> Any:
+        def call(handle: Any) -> None:
+            number = handle if isinstance(handle, int) else handle.fileno()
+            original(handle)
+            found.append(("flush", os.readlink(f"/proc/self/fd/{number}")))
+
+        return call
+
+    def renaming(original: Any) -> Any:
+        def call(source: Any, target: Any, **how: Any) -> None:
+            original(source, target, **how)
+            found.append(("rename", os.path.abspath(source), os.path.abspath(target)))
+
+        return call
+
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, flushing(getattr(os, name)))
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, renaming(getattr(os, name)))
+    yield found
+
+
+def save(root: Path, iteration: int, value: float) -> Path:
+    shape = (5, 7)
+    data = torch.full((prod(shape),), value)
+    return checkpoint.save(root, iteration, {"w": LocalShard(shape, (0, 0), shape, 0, prod(shape), data)}, {"v": value})
+
+
+@for_each("at", [1, 2])
+def test_a_flush_that_fails_fails_the_save(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flushes during writing, and the last one; the system reports an error once."""
+    monkeypatch.setattr("megazero.checkpoint.tensor_file.FLUSH_BYTES", 16)
+    original, calls = os.fsync, []
+
+    def failing(handle: int) -> None:
+        calls.append(os.readlink(f"/proc/self/fd/{handle}"))
+        if len(calls) == at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        original(handle)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(
+        RuntimeError, match=r"rank_00000.safetensors'?: ?.*Input/output error|Input/output error.*rank_00000"
+    ):
+        save(tmp_path, 1, 0.0)
+    assert calls == [str(tmp_path / ".iter_0000001.partial" / "rank_00000.safetensors")] * at
+    assert not checkpoint.checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_named_is_on_the_disk(again: bool, tmp_path: Path, events: list[Event]) -> None:
+    """Files, then the folder that lists them, are flushed before the folder gets its name; that is flushed before
+    `latest` names it; and `latest` too is flushed before and after it gets its name."""
+    root = tmp_path.resolve()
+    save(root, 3, 0.0)
+    if again:
+        save(root, 4, 1.0)
+    events.clear()
+    path = save(root, 4, 2.0)
+
+    def at(*event: str) -> int:
+        """The last such event."""
+        assert event in events, (event, events)
+        return len(events) - 1 - events[::-1].index(event)
+
+    (partial,) = (source for kind, source, *target in events if kind == "rename" and target == [str(path)])
+    named = at("rename", partial, str(path))
+    files = [at("flush", f"{partial}/{name}") for name in os.listdir(path)]
+    assert len(files) == 3
+    assert max(files) < at("flush", partial) < named
+    (written,) = (source for kind, source, *target in events if kind == "rename" and target == [f"{root}/latest"])
+    pointed = at("rename", written, f"{root}/latest")
+    flushes = [i for i, event in enumerate(events) if event == ("flush", str(root))]
+    assert any(named < i < pointed for i in flushes)
+    assert named < pointed and at("flush", written) < pointed < max(flushes)
+    assert (root / "latest").read_text().strip() == path.name
+
+
+def test_latest_is_replaced_and_never_written_to(tmp_path: Path) -> None:
+    """Readers of an open file or of a hard link still see the old contents."""
+    save(tmp_path, 1, 0.0)
+    os.link(tmp_path / "latest", tmp_path / "seen")
+    save(tmp_path, 2, 0.0)
+    assert (tmp_path / "seen").read_text().strip() == "iter_0000001"
+    assert (tmp_path / "latest").read_text().strip() == "iter_0000002"

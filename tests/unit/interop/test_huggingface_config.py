@@ -1,0 +1,234 @@
+"""config.json as the model: every key of every family is read, or refused by key and value."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.engine.options.schema import ModelConfig
+from megazero.interop.huggingface.configuration import HARMLESS, read_config
+from megazero.interop.huggingface.families import MODELS, family_of
+from tests.helpers.table import for_each
+
+SMALL = {
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 61,
+    "max_position_embeddings": 20,
+}
+PLANTED = {  # keys that no class has, or that ask for other weights or layers
+    "quantization_config": {"quant_method": "gptq", "bits": 4},
+    "n_routed_experts": 8,
+    "rope_interleaved": True,
+    "an_option_of_next_year": "wide",
+    "per_layer_config": {"0": {"hidden_act": "relu"}},
+}
+
+
+def written(folder: Path, model_type: str, **changes: Any) -> Path:
+    """Write the config.json of a small model of theirs, with changes; returns the file."""
+    from transformers import AutoConfig
+
+    known = AutoConfig.for_model(model_type)
+    sizes = {key: size for key, size in SMALL.items() if hasattr(known, key)}
+    windows = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    sizes |= windows if model_type.startswith("qwen") else {}
+    AutoConfig.for_model(model_type, **sizes).save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return file
+
+
+def another(value: Any) -> Any:
+    """Return another value of the same type, if it has one."""
+    if value is None or isinstance(value, bool):
+        return not value
+    if isinstance(value, float):
+        return value / 2 or 0.5
+    if isinstance(value, int):
+        return value * 2 or 1
+    return f"{value}_other" if isinstance(value, str) else value
+
+
+@pytest.mark.long
+@for_each("model_type", MODELS)
+def test_a_file_and_its_folder_are_the_same_model(model_type: str, tmp_path: Path) -> None:
+    architecture, model, notes = read_config(written(tmp_path, model_type))
+    assert (architecture, model, []) == read_config(tmp_path) and architecture.model_type == model_type and not notes
+    assert (model.hidden_size, model.num_attention_heads, model.num_layers) == (48, 6, 2)
+    assert (model.vocab_size, model.seq_length) == (61, 20)
+
+
+@for_each("model_type", MODELS)
+def test_every_key_changes_the_model_or_is_refused_by_its_name(model_type: str, tmp_path: Path) -> None:
+    """Each key of the class in turn, with another value; those without an effect are in HARMLESS."""
+    file = written(tmp_path, model_type)
+    keys = json.loads(file.read_text())
+    architecture, model, _ = read_config(file)
+    ignored = set()
+    for key in keys.keys() - HARMLESS:
+        file.write_text(json.dumps(keys | {key: another(keys[key])}))
+        try:
+            changed = read_config(file)[1] != model
+        except ValueError as error:
+            changed = key in str(error) or "model_type" in str(error)
+        if not changed and another(keys[key]) != keys[key]:
+            ignored.add(key)
+    assert ignored == set(architecture.ignored)
+
+
+@for_each("model_type", MODELS)
+@for_each("key", PLANTED)
+def test_a_planted_key_is_refused_by_name_and_value(model_type: str, key: str, tmp_path: Path) -> None:
+    file = written(tmp_path, model_type, **{key: PLANTED[key]})
+    with pytest.raises(ValueError, match=rf"--hf-config .*config.json: .*{key}") as refusal:
+        read_config(file, "--hf-config")
+    assert str(PLANTED[key])[:40] in str(refusal.value)
+
+
+@for_each("model_type", MODELS)
+def test_harmless_keys_change_nothing(model_type: str, tmp_path: Path) -> None:
+    model = read_config(written(tmp_path, model_type)).model
+    more = {"torch_dtype": "bfloat16", "use_cache": False, "eos_token_id": [3, 4], "_name_or_path": "x/y"}
+    more |= {"id2label": {"0": "good"}, "quantization_config": None, "rope_interleaved": False, "temperature": 0.6}
+    more |= {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}  # transformers runs no such code by itself
+    found = read_config(written(tmp_path, model_type, **more))
+    assert found.model == model
+    (note,) = found.notes
+    assert f"auto_map {more['auto_map']}; transformers' {MODELS[model_type].model_class} ignores it, and so" in note
+
+
+@for_each(
+    ("model_type", "change", "words"),
+    [
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window True"),
+        ("gpt2", {"embd_pdrop": 0.3}, "embd_pdrop 0.3 and resid_pdrop 0.1; this version computes equal ones only"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn True; this version does not compute it"),
+        ("starcoder2", {"embedding_dropout": 0.3}, "embedding_dropout 0.3 and residual_dropout 0.0; this version"),
+        ("starcoder2", {"use_bias": False}, "use_bias False; this version computes True only"),
+        ("starcoder2", {"norm_type": "rms_norm"}, "norm_type rms_norm; this version computes layer_norm only"),
+        ("llama", {"is_decoder": True, "mlp_bias": True}, "mlp_bias True"),
+        ("llama", {"hidden_size": "wide"}, "hidden_size"),
+        ("llama", {"num_experts": 4, "expert_bias": 1}, "expert_bias 1, num_experts 4; this version does"),
+        ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise 0.01; this version does not compute it"),
+        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob False; this version does not compute it"),
+        ("mixtral", {"moe_intermediate_size": 64}, "moe_intermediate_size 64; this version does not compute it"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv 8.0; this version does not compute it"),
+        ("olmoe", {"sliding_window": 7}, "sliding_window 7; this version does not compute it"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, r"mlp_only_layers \[0, 1\]; no layer has experts"),
+        ("qwen2_moe", {"decoder_sparse_step": 4}, "decoder_sparse_step 4 and .* no layer has experts"),
+        ("qwen2_moe", {"num_experts": 0}, "num_experts 0, .* no layer has experts"),
+        (
+            "qwen2_moe",
+            {"first_k_dense_replace": 1},
+            "first_k_dense_replace 1; this version does not compute it: transformers' Qwen2MoeConfig ignores it, and "
+            "computes the same model if you delete it",
+        ),
+        (
+            "gpt2",
+            {"scale_attn_weights": True, "reorder_and_upcast_attn": True, "n_routed_experts": 8},
+            "has reorder_and_upcast_attn True; this version does not compute it: it changes the model; docs/extending",
+        ),
+        ("llama", {"quantization_config": {"bits": 4}}, "compute it: train the model that has not been quantised"),
+        *(  # transformers stops at these, or masks every token
+            (
+                kind,
+                {"use_sliding_window": False, "layer_types": ["full_attention", "sliding_attention"]},
+                "no window: sl",
+            )
+            for kind in ("qwen2", "qwen3", "qwen2_moe")
+        ),
+        ("olmo3", {"sliding_window": None}, "sliding_attention in layer_types and no window: sliding_window None"),
+    ],
+)
+def test_refusals(model_type: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_config(written(tmp_path, model_type, **change))
+
+
+# Keys as files have them, in short: many of their values are the defaults of transformers' classes.
+IN_SHORT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "phi-4": (
+        {"model_type": "phi3", "max_position_embeddings": 16384, "original_max_position_embeddings": 16384}
+        | {"rope_theta": 250000, "sliding_window": None},
+        {"rotary_base": 250000.0, "window_size": 0, "seq_length": 16384},
+    ),
+    "qwen3-moe, dense layers": (
+        {"model_type": "qwen3_moe", "num_hidden_layers": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        {"moe_layer_freq": "DEDDDE", "moe_router_pre_softmax": True, "expert_size": 768},
+    ),
+    "qwen3-moe, every third layer": (
+        {"model_type": "qwen3_moe", "num_hidden_layers": 8, "decoder_sparse_step": 3, "use_sliding_window": True},
+        {"moe_layer_freq": "DDE", "window_size": 4096, "layer_pattern": ""},
+    ),
+    "starcoder2-3b": (
+        {"model_type": "starcoder2", "mlp_type": "default", "norm_type": "layer_norm", "sliding_window": 4096}
+        | {"embedding_dropout": 0.1, "residual_dropout": 0.1, "rope_theta": 999999.4420358813, "use_bias": True},
+        {"window_size": 4096, "hidden_dropout": 0.1, "rotary_base": 999999.4420358813, "untie_embeddings": False},
+    ),
+}
+
+
+@for_each("name", IN_SHORT)
+def test_keys_with_the_value_of_the_class_are_read(name: str, tmp_path: Path) -> None:
+    keys, options = IN_SHORT[name]
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    model = read_config(tmp_path)[1]
+    assert {option: getattr(model, option) for option in options} == options
+
+
+@for_each("model_type", ["mistral", "phi3", "mixtral", "qwen3_moe"])
+def test_classes_without_kinds_of_layers_refuse_them(model_type: str, tmp_path: Path) -> None:
+    """transformers' model ignores the key: all layers have the window."""
+    kinds = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match=r"config\.json has layer_types \['full_attention"):
+        read_config(written(tmp_path, model_type, sliding_window=7, layer_types=kinds))
+
+
+REFUSED_TYPES = (
+    ({"model_type": "deepseek_v3"}, "'deepseek_v3', which has multi-head latent attention; .* docs/extending.md shows"),
+    ({"model_type": "a_type_of_next_year"}, "'a_type_of_next_year'; known are gpt2, .* docs/extending.md shows"),
+    ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "its text_config is a gemma3_text, which"),
+)
+
+
+def test_gemma_3_has_no_cap_of_attention_scores(tmp_path: Path) -> None:
+    """transformers' class has the key, and its attention does not use it."""
+    given = read_config(written(tmp_path, "gemma3_text", attn_logit_softcapping=50.0))
+    assert given.model == read_config(written(tmp_path, "gemma3_text")).model and given.model.attention_softcap == 0
+    assert "attn_logit_softcapping 50.0; transformers' Gemma3ForCausalLM ignores it, and so" in given.notes[0]
+    with pytest.raises(ValueError, match="no model of Hugging Face is a gemma3_text with --attention-softcap 50"):
+        family_of(replace(given.model, attention_softcap=50.0))
+
+
+def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"--hf-config openai/gpt2: no such .* hf download openai/gpt2"):
+        read_config(Path("openai/gpt2"), "--hf-config")
+    with pytest.raises(ValueError, match=r"it has no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds a JSON list, not an object"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(ValueError, match=r"'bert', which has attention to later tokens; known are gpt2, .*, llama, "):
+        read_config(tmp_path)
+    for keys, words in REFUSED_TYPES:
+        (tmp_path / "config.json").write_text(json.dumps(keys))
+        with pytest.raises(ValueError, match=words):
+            read_config(tmp_path)
+    written(tmp_path, "llama")
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"--hf-config .*: needs the Python package transformers.*pip install tr"):
+        read_config(tmp_path, "--hf-config")
+
+
+def test_the_defaults_of_a_model_are_none_of_ours(tmp_path: Path) -> None:
+    """GPT-2 of transformers has dropout; ours has none."""
+    model = read_config(written(tmp_path, "gpt2")).model
+    assert model.hidden_dropout == model.attention_dropout == 0.1 != ModelConfig().hidden_dropout

@@ -1,0 +1,360 @@
+"""metrics.jsonl, the progress line, TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import resource
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.engine.options.schema import Config, LogConfig, ModelConfig
+from megazero.files import replace_file
+from megazero.flags.cli import parse
+from megazero.flags.cli import read as read_command
+from megazero.flags.flag_names import to_toml
+from megazero.observe.loggers import (
+    MetricsFile,
+    TensorBoard,
+    WeightsAndBiases,
+    Writers,
+    finite,
+    flatten,
+    open_writers,
+    run_id,
+)
+from megazero.observe.progress_line import ProgressLine, Record
+from megazero.planner.trace.trace import model_flops
+from tests.helpers.table import for_each
+
+
+def record(iteration: int, **changes: Any) -> Record:
+    found: Record = {
+        "iteration": iteration,
+        "consumed_samples": 8 * iteration,
+        "loss": 4.5,
+        "grad_norm": 1.25,
+        "lr": 3e-4,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "step_seconds": 2.0,
+        "tokens_per_second": 12345.6,
+        "tflops_per_device": 0.5,
+        "memory_bytes": {"parameters": 10, "peak": 3 << 30},
+        "traffic_bytes": {"dp": 7, "tp": 0},
+    }
+    return found | changes
+
+
+def read(path: Path) -> list[Record]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(text, parse_constant=refuse) for text in path.read_text().splitlines()]
+
+
+def write(path: Path, start: int, iterations: range, **changes: Any) -> None:
+    file = MetricsFile(path, start)
+    for i in iterations:
+        file.write(record(i, **changes))
+    file.close()
+
+
+# -- metrics.jsonl
+
+
+def test_a_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    for i in (1, 2):
+        file.write(record(i))
+        assert read(tmp_path / "metrics.jsonl") == [record(n) for n in range(1, i + 1)]
+    file.close()
+
+
+def test_floats_keep_their_full_precision(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    values = [0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308, *(random.Random(0).random() for _ in range(100))]
+    file = MetricsFile(path, 0)
+    for i, value in enumerate(values, 1):
+        file.write(record(i, loss=value))
+    file.close()
+    assert [r["loss"] for r in read(path)] == values
+
+
+def test_a_resumed_run_cuts_what_it_computes_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, range(1, 8))
+    write(path, 4, range(5, 7), loss=1.0)
+    assert [(r["iteration"], r["loss"]) for r in read(path)] == [(i, 1.0 if i > 4 else 4.5) for i in range(1, 7)]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_resumed_run_may_find_no_file(tmp_path: Path) -> None:
+    write(tmp_path / "metrics.jsonl", 4, range(5, 6))
+    assert [r["iteration"] for r in read(tmp_path / "metrics.jsonl")] == [5]
+
+
+def test_a_fresh_run_keeps_the_previous_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, range(1, 4))
+    write(path, 0, range(1, 3), loss=1.0)
+    assert [r["loss"] for r in read(path)] == [1.0, 1.0]
+    assert [r["loss"] for r in read(tmp_path / "metrics.previous.jsonl")] == [4.5] * 3
+
+
+@for_each("torn", ['{"iteration": 3, "lo', "{", "nul", "\0\0\0", '"x"', "3", "null", "{}"])
+def test_a_torn_last_line_is_cut(torn: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 0, range(1, 3))
+    with path.open("a") as file:
+        file.write(torn)
+    write(path, 2, range(3, 4))
+    assert [r["iteration"] for r in read(path)] == [1, 2, 3]
+
+
+def test_a_last_line_without_its_end_is_whole_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(record(1)))
+    write(path, 1, range(2, 3))
+    assert [r["iteration"] for r in read(path)] == [1, 2]
+
+
+@for_each("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_null_and_said(value: float, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    file.write(record(1, loss=value, validation_loss=value))
+    file.write(record(2))
+    file.close()
+    first, second = read(path)
+    assert first == record(1, loss=None, validation_loss=None, nonfinite=True)
+    assert second == record(2)
+    assert "nonfinite" not in second
+
+
+def test_finite_leaves_the_record_alone() -> None:
+    given = record(1, loss=math.nan, loss_by_corpus={"a": 1.0, "b": math.inf})
+    assert finite(given)["loss"] is None
+    assert finite(given)["loss_by_corpus"] == {"a": 1.0, "b": None}
+    assert math.isnan(given["loss"]) and math.isinf(given["loss_by_corpus"]["b"])
+    assert finite(record(1)) == record(1)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.toml"
+    replace_file(path, "old")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk"):
+        replace_file(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_a_full_disk_loses_no_line_and_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines wait until there is room; a half-written one is written over."""
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    file.write(record(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        for i in (2, 3):
+            file.write(record(i))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text().endswith('{"iteratio')
+    assert f"WARNING: {path}: File too large" in capsys.readouterr().err
+    file.write(record(4))
+    file.close()
+    assert read(path) == [record(i) for i in (1, 2, 3, 4)]
+    assert capsys.readouterr().err == ""
+
+
+def test_what_could_never_be_written_is_said_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        file.write(record(1))
+        file.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "metrics.jsonl lacks the last 1 iterations" in capsys.readouterr().err
+
+
+def test_a_writer_that_fails_is_left_out_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class Keeps:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def write(self, record: Record) -> None:
+            self.seen.append(record["iteration"])
+
+        def close(self) -> None:
+            self.seen.append(-1)
+
+    class Fails(Keeps):
+        def write(self, record: Record) -> None:
+            super().write(record)
+            raise RuntimeError("the server is gone")
+
+    fails, keeps = Fails(), Keeps()
+    writers = Writers([fails, keeps])
+    for i in (1, 2):
+        writers.write(record(i))
+    writers.close()
+    assert (fails.seen, keeps.seen) == ([1], [1, 2, -1])
+    assert "WARNING: Fails failed, and is not used any more" in capsys.readouterr().err
+
+
+@for_each("file", ["metrics.jsonl", "config.toml"])
+def test_a_log_folder_that_refuses_is_a_sentence(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).mkdir()
+    (tmp_path / file / "x").write_text("")
+    with pytest.raises(ValueError, match=rf"--log-dir {tmp_path}: .*{file}"):
+        open_writers(replace(Config(), log=LogConfig(log_dir=str(tmp_path))), 3)
+
+
+def test_open_writers_makes_what_is_asked_for(tmp_path: Path) -> None:
+    assert [type(w) for w in open_writers(Config(), 0)] == [ProgressLine]
+    folder = tmp_path / "a" / "b"
+    config = replace(Config(), log=LogConfig(log_dir=str(folder), tensorboard_dir=str(tmp_path / "tb")))
+    writers = open_writers(config, 0)
+    assert [type(w) for w in writers] == [MetricsFile, TensorBoard, ProgressLine]
+    for writer in writers:
+        writer.close()
+    assert (folder / "config.toml").read_text() == to_toml(config)
+    assert replace(parse(["--preset", str(folder / "config.toml")]), preset="") == config
+
+
+def test_a_run_with_nothing_to_do_leaves_config_toml(tmp_path: Path) -> None:
+    log = ["--log-dir", str(tmp_path)]
+    for iterations, done, kept in ((5, 0, 5), (9, 5, 9), (3, 9, 9), (9, 9, 9)):
+        command = read_command([*log, "--train-iters", str(iterations)])
+        for writer in open_writers(command.config, done, command=command):
+            writer.close()
+        assert parse(["--preset", str(tmp_path / "config.toml")]).training.train_iters == kept
+    assert (tmp_path / "config.toml").read_text().count("\n") < 9  # only the given flags
+
+
+def test_flatten() -> None:
+    flat = flatten(record(3, loss=None))
+    assert "iteration" not in flat and "loss" not in flat
+    assert (flat["memory_bytes/peak"], flat["traffic_bytes/dp"], flat["lr"]) == (3 << 30, 7, 3e-4)
+    assert all(isinstance(value, (int, float)) for value in flat.values())
+
+
+def test_loads_of_experts_are_flattened_by_layer_and_their_choices_left_out(tmp_path: Path) -> None:
+    found = record(1, moe_load={"0": 1.5, "2": 1.25}, moe_choices={"0": [3, 1], "2": [2, 2]})
+    assert flatten(found) == flatten(record(1)) | {"moe_load/0": 1.5, "moe_load/2": 1.25}
+    writer = TensorBoard(str(tmp_path), 0)
+    writer.write(found)
+    writer.close()
+    assert scalars(tmp_path)["moe_load/2"] == [(1, 1.25)]
+
+
+def test_a_key_that_some_iterations_have_is_written_and_flattened(tmp_path: Path) -> None:
+    """`fragmentation` comes every --log-interval iterations, and not on a CPU."""
+    path, found = tmp_path / "metrics.jsonl", {"reserved": 30, "allocated": 10, "largest_free": 5}
+    write(path, 0, range(1, 2))
+    write(path, 1, range(2, 3), fragmentation=found)
+    assert [r.get("fragmentation") for r in read(path)] == [None, found]
+    assert flatten(record(2, fragmentation=found))["fragmentation/largest_free"] == 5
+    writer = TensorBoard(str(tmp_path / "events"), 0)
+    writer.write(record(1))
+    writer.write(record(2, fragmentation=found))
+    writer.close()
+    assert scalars(tmp_path / "events")["fragmentation/reserved"] == [(2, 30.0)]
+
+
+def test_model_flops_are_those_of_the_products() -> None:
+    """Two a multiply-add, three times the forward, every product of a GPT written out."""
+    model = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=1000)
+    b, s, h, v = 5, 32, 64, 1000
+    products = [(s, h, 3 * h), (s, h, s), (s, s, h), (s, h, h), (s, h, 4 * h), (s, 4 * h, h)]
+    layer = sum(2 * rows * inner * columns for rows, inner, columns in products)
+    expected = 3 * b * (3 * layer + 2 * s * h * v)
+    assert model_flops(model, b) == expected
+
+
+# -- services
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
+    writer = TensorBoard(str(tmp_path), 0)
+    for i in (1, 2, 3):
+        writer.write(record(i, loss=float(i), samples=[{"prompt": "To be", "text": " or not"}]))
+    writer.close()
+    found = scalars(tmp_path)
+    assert found["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert found["memory_bytes/peak"][0] == (1, 3 << 30)
+    assert set(found) == set(flatten(record(1)))
+    resumed = TensorBoard(str(tmp_path), 2)
+    resumed.write(record(3, loss=7.0))
+    resumed.close()
+    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 7.0)]
+
+
+@pytest.mark.second
+@pytest.mark.long
+def test_weights_and_biases_works_offline_without_an_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two starts of a run are one run there, with a name, groups of options, and a line per iteration."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    folder = tmp_path / "first-try"
+    folder.mkdir()
+    config = replace(
+        Config(), log=LogConfig(log_dir=str(folder), wandb_project="test"), model=ModelConfig(hidden_size=12)
+    )
+    ids = []
+    for start in (0, 2):
+        writer = WeightsAndBiases(config, start, {"given": ["hidden_size"]})
+        ids.append(writer.run.id)
+        assert writer.run.name == "first-try"
+        assert writer.run.config["model"]["hidden_size"] == 12 and writer.run.config["given"] == ["hidden_size"]
+        for i in (start + 1, start + 2):
+            writer.write(record(i, samples=[{"prompt": "To be", "text": " or not"}]))
+        writer.close()
+        sync = "wandb sync --append" if start else "wandb sync"
+        said = f"wandb     offline, without an account; to upload it: {sync} {folder}/wandb/offline-run-"
+        assert said in capsys.readouterr().out
+    assert ids[0] == ids[1] == (folder / "wandb-run-id").read_text().strip()
+    runs = list((folder / "wandb").glob(f"offline-run-*/run-{ids[0]}.wandb"))
+    assert len(runs) == 2  # `wandb sync --append` joins them
+    # wandb's own process writes the file, and may end it a moment after `finish` returns
+    words = b"tokens_per_second", b"memory_bytes", b"hidden_size"
+    try:
+        while not all(word in run.read_bytes() for word in words for run in runs):
+            time.sleep(0.05)
+    except BaseException:  # the test's own limit
+        for run in runs:
+            print(run, run.stat().st_size, [word for word in words if word not in run.read_bytes()])
+            print(*(log.read_text()[-3000:] for log in run.parent.glob("logs/*.log")), sep="\n")
+        raise
+
+
+def test_a_fresh_start_is_a_run_of_its_own(tmp_path: Path) -> None:
+    ids = [run_id(tmp_path, start) for start in (5, 7, 0, 3)]
+    assert ids[0] == ids[1] != ids[2] == ids[3] == (tmp_path / "wandb-run-id").read_text().strip()

@@ -1,0 +1,380 @@
+"""report.html and the comparison of runs: the values read from a log folder, and their drawing."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megazero.observe.report import runs as reading
+from megazero.observe.report.chart import BOTTOM, LEFT, RIGHT, TOP, Line, heat_map, line_chart, log_ticks, ticks
+from megazero.observe.report.page import write_report
+from megazero.observe.report.runs import Curve, axis_values, curve, read_run, short, smooth, thin
+from scripts.plot_metrics import dashes, plot, twins
+from tests.helpers.table import for_each
+
+ROOT = Path(__file__).parents[3]
+VOID = {"meta", "br", "hr", "link", "img"}
+
+
+def record(iteration: int, **changes: Any) -> dict[str, Any]:
+    found = {
+        "iteration": iteration,
+        "loss": 8.0 / iteration,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "step_seconds": 0.5,
+        "tokens_per_second": 2048.0,
+        "memory_bytes": {"parameters": 4_000_000, "peak": 9_000_000, "host": 0},
+        "traffic_bytes": {"dp": 1500, "tp": 0},
+    }
+    return found | changes
+
+
+def write_run(folder: Path, records: list[dict[str, Any]], events: list[dict[str, Any]] | None = None) -> Path:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    if events is not None:
+        (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    return folder
+
+
+START = {
+    "event": "start",
+    "time": "2026-11-22 08:00:00 UTC",
+    "iteration": 0,
+    "command": ["pretrain_gpt.py", "--data-path", "<b>& 'x'"],
+    "config": {
+        "model": {"num_layers": 6, "hidden_size": 48},
+        "zero": {"zero_stage": 2},
+        "preset": "",
+        "data": {"data_path": ["corpus"], "data_args_path": "", "tokenizer": ""},
+    },
+    "parameters": 1_560_000_000,
+    "given": ["hidden_size"],
+    "layout": {"pp": 2, "dp": 2, "tp": 2, "shards": 0, "chunks": 1, "split": [], "v_shaped": False},
+    "environment": {"torch": "2.13.0"},
+}
+
+
+class Page(HTMLParser):
+    """Collects the text; fails where elements are not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def report_of(folder: Path) -> tuple[str, Page]:
+    text = write_report(folder).read_text()
+    return text, Page(text)
+
+
+def test_a_report_says_what_the_folder_holds(tmp_path: Path) -> None:
+    """Also with lines that are cut off, values that are not finite, and names that look like HTML."""
+    by_corpus = {"data/a<i>/text": 2.0, "data/b/text": 3.0}
+    records = [record(i, loss_by_corpus=by_corpus) for i in range(1, 301)]
+    records[4] |= {"loss": None, "skipped": True, "nonfinite": True}
+    records[199] |= {"validation_loss": 1.25}
+    records[299] |= {"validation_loss": 1.5}
+    records[198] |= {"samples": [{"prompt": "To be<", "text": " or not&"}]}
+    again = START | {"iteration": 200, "time": "2026-11-22 09:00:00 UTC"}
+    end = {"event": "end", "time": "2026-11-22 10:00:00 UTC", "iteration": 300, "why": "all iterations are done"}
+    folder = write_run(tmp_path / "a<script>", records, [START, again, end])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 301, "lo')
+    text, page = report_of(folder)
+    for words in (
+        "a<script>",
+        "resumed once 2026-11-22 09:00:00 UTC; ended 2026-11-22 10:00:00 UTC: all iterations are done",
+        "1.5000 validation loss",
+        "4.48 validation perplexity",
+        "1.56 B parameters",
+        "2:30 training time",
+        "--tokenizer of the corpus",
+        "1.2500 at iteration 200 its least",
+        "307 k tokens",
+        "9.00 MB peak memory of rank 0",
+        "1 iterations without an update",
+        "Training loss by corpus",
+        "a<i>/text",
+        "8 ranks: pp 2 x dp 2 x tp 2, ZeRO stage 2; optimizer states and gradients sharded over 2 data-parallel ranks",
+        "stage 1 layers 3-5 4 5 6 7",
+        "data-parallel and ZeRO 1.50 kB",
+        "--hidden-size 48",
+        "torch 2.13.0",
+        """pretrain_gpt.py --data-path '<b>& '"'"'x'"'"''""",
+        "resumed after iteration 200",
+        "After iteration 199 To be< or not&",
+    ):
+        assert words in page.text, words
+    assert page.addresses == [] and not re.search(r"https?:|url\(|<script|@import", text)
+    assert "prefers-color-scheme: dark" in text
+    assert len(text) < 200_000
+
+
+@pytest.mark.second
+def test_a_folder_of_an_older_version_has_a_report(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "old", [record(1)])
+    _, page = report_of(folder)
+    assert "metrics.jsonl has 1 iteration." in page.text
+    assert "Layout" not in page.text and "Configuration" not in page.text
+
+
+@pytest.mark.second
+@for_each("event", [{}, {"event": "start"}, START | {"layout": {"pp": 2}}])
+def test_an_event_may_lack_keys(event: dict[str, Any], tmp_path: Path) -> None:
+    report_of(write_run(tmp_path / "run", [record(1), record(2, loss=None, memory_bytes=None)], [event]))
+
+
+@pytest.mark.second
+def test_a_report_of_many_iterations_is_small(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    records = [record(i, loss=draw.random(), grad_norm=draw.random(), lr=draw.random()) for i in range(1, 5001)]
+    text, _ = report_of(write_run(tmp_path / "run", records))
+    assert len(text) < 150_000
+
+
+@pytest.mark.second
+def test_a_long_file_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third iteration, and each with a validation or experts' choices; hours and tokens are those of all."""
+    records = [record(i) | ({"validation_loss": 1.0} if i == 100 else {}) for i in range(1, 301)]
+    records[199]["moe_choices"] = {"0": [1, 2]}
+    folder = write_run(tmp_path / "run", records)
+    whole = read_run(folder)
+    monkeypatch.setattr(reading, "MAX_BYTES", (folder / "metrics.jsonl").stat().st_size // 2 - 1)
+    part = read_run(folder)
+    assert (part.stride, len(part.records)) == (3, 102) and list(curve(part, "validation_loss").x) == [100]
+    for axis in ("iteration", "tokens", "hours"):
+        assert axis_values(part, axis)[-1] == pytest.approx(axis_values(whole, axis)[-1], rel=1e-12)
+    assert axis_values(whole, "tokens")[-1] == 300 * 1024 and axis_values(whole, "hours")[-1] == 150 / 3600
+
+
+# -- curves
+
+
+@pytest.mark.second
+def test_smoothing_is_the_mean_of_the_last_values() -> None:
+    found = Curve(np.arange(5.0), np.array([1.0, 2.0, 6.0, 4.0, 5.0]))
+    assert list(smooth(found, 3).y) == [1.0, 1.5, 3.0, 4.0, 5.0]
+    assert list(smooth(found, 1).y) == list(smooth(found, 0).y) == list(found.y)
+    assert list(smooth(found, 99).y)[-1] == pytest.approx(3.6)
+    assert len(smooth(Curve(np.array([]), np.array([])), 3).y) == 0
+
+
+@pytest.mark.second
+def test_thinning_keeps_the_ends_and_the_spikes() -> None:
+    y = np.zeros(10_000)
+    y[4321], y[77] = 5.0, -5.0
+    found = thin(Curve(np.arange(10_000.0), y), 100)
+    assert len(found.x) <= 102 and {0, 77, 4321, 9999} <= set(found.x) and list(found.x) == sorted(found.x)
+
+
+@pytest.mark.second
+def test_equal_curves_are_found_and_dashed_in_turn() -> None:
+    x, y = np.arange(1.0, 9.0), np.linspace(5, 3, 8)
+    curves = [Curve(x, y), Curve(x, y * 1.1), Curve(x[4:], y[4:]), Curve(x, y * (1 + 1e-7)), Curve(x + 100, y)]
+    found = twins(curves)
+    assert [twin and twin.of for twin in found] == [None, None, 0, 0, None]
+    assert found[2].label("abcde") == "identical to a" and found[3].label("abcde") == "as a, to 1e-07"
+    assert dashes(found) == [(0, 3), (0, 1), (1, 3), (2, 3), (0, 1)]
+
+
+@pytest.mark.second
+@for_each("low, high", [(0, 1), (2.31, 2.33), (-5, 1e6), (0.0, 3e-4), (1e-9, 2e-9)])
+def test_ticks_are_round_and_within(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 7 and low - 1e-6 * (high - low) <= found[0] and found[-1] <= high + 1e-6 * (high - low)
+    assert all(float(f"{tick:.4g}") == pytest.approx(tick, abs=1e-9 * high) for tick in found)
+
+
+@pytest.mark.second
+def test_log_ticks() -> None:
+    assert log_ticks(0.5, 2000) == [1.0, 10.0, 100.0, 1000.0]
+    assert log_ticks(2.6, 14) == pytest.approx([3, 4, 5, 6, 8, 10]) and log_ticks(0.9, 11) == [1, 2, 5, 10]
+
+
+@pytest.mark.second
+def test_short() -> None:
+    assert [short(v) for v in (0, 0.25, 999, 1500, -2e6, 3e9)] == ["0", "0.25", "999", "1.5 k", "-2 M", "3 G"]
+
+
+@pytest.mark.second
+@for_each("y", [[3.0], [3.0, 3.0], [0.0, 0.0], [-1.0, 4.0], [1e-30, 1e30]])
+@for_each("options", [{}, {"log": True}, {"from_zero": True}])
+def test_a_chart_is_within_its_frame(y: list[float], options: dict[str, bool]) -> None:
+    chart = line_chart([Line("a", Curve(np.arange(len(y)) + 1.0, np.array(y)), 0)], "t", **options)
+    assert chart is not None
+    ((_, points),) = chart.lines
+    assert len(points) == len(y) and chart.x_ticks and chart.y_ticks
+    for a, b in points:
+        assert LEFT <= a <= RIGHT and (TOP <= b <= BOTTOM or (min(y) < 0 and "from_zero" in options)), (a, b)
+    assert all(TOP <= place <= BOTTOM for place, _ in chart.y_ticks)
+
+
+@pytest.mark.second
+def test_a_chart_without_points_is_left_out() -> None:
+    assert line_chart([Line("a", Curve(np.array([]), np.array([])), 0)], "t") is None
+
+
+# -- heat maps of experts
+
+
+def cells(page: str) -> list[list[tuple[int, float, float, float, float]]]:
+    """Read back the cells of every heat map: colour, left and right edge, middle, height."""
+    section = page[page.index("<h2>Experts") :]
+    found = []
+    for svg in re.findall(r"<svg.*?</svg>", section, re.DOTALL):
+        paths = re.findall(r'<path class="h(\d)" stroke-width="([\d.]+)" d="([^"]*)"', svg)
+        found.append(
+            [
+                (int(color), float(x), float(x) + float(width), float(y), float(height))
+                for color, height, steps in paths
+                for x, y, width in re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)", steps)
+            ]
+        )
+    return found
+
+
+@pytest.mark.second
+def test_a_report_of_experts_draws_loads_by_layer_over_the_iterations_and_by_expert(tmp_path: Path) -> None:
+    """Layer 3 is balanced from iteration 5 on, of 10. Of four experts of layer 1 one is idle, another is chosen 2.4 x
+    the mean."""
+    choices = {"1": [10, 0, 24, 6], "3": [5, 5, 5, 5]}
+    records = [record(i, moe_load={"1": 2.4, "3": 1.7 if i < 5 else 1.0}) for i in range(1, 11)]
+    records[3] |= {"moe_choices": {"1": [1, 1, 1, 1], "3": [9, 0, 0, 0]}}
+    records[6] |= {"moe_choices": choices}
+    text, page = report_of(write_run(tmp_path / "run", records, [START | {"active_parameters": 300_000_000}]))
+    assert "300 M parameters active per token" in page.text and "Loads of all experts in iteration 7" in page.text
+    assert "layer 1 layer 3" in page.text
+    over, last = cells(text)
+    step, upper, lower = (RIGHT - LEFT) / 10, TOP + (BOTTOM - TOP) / 4, TOP + (BOTTOM - TOP) * 3 / 4
+    near = [(color, round(left), round(right), round(middle)) for color, left, right, middle, _ in over]
+    changes = round(LEFT + 4 * step)
+    assert sorted(near) == sorted(
+        [(6, LEFT, RIGHT, round(upper)), (5, LEFT, changes, round(lower)), (3, changes, RIGHT, round(lower))]
+    )
+    by_place = {(round(middle), round((left - LEFT) / (RIGHT - LEFT) * 4)): color for color, left, _, middle, _ in last}
+    first = [by_place[round(upper), expert] for expert in range(4)]
+    assert first == [3, 0, 6, 2] and by_place[round(lower), 0] == 3 and len(last) == 5
+    for words in ("below 0.1", "0.5 to 0.8", "0.8 to 1.25", "1.5 to 2", "2 to 3"):
+        assert words in page.text
+    assert "0.1 to 0.5" not in page.text
+
+
+@pytest.mark.second
+@pytest.mark.long
+def test_a_large_heat_map_keeps_the_largest_of_what_it_joins(tmp_path: Path) -> None:
+    """94 layers of 256 experts over 5,000 iterations, of which one has an idle layer's peak."""
+    layers = [str(number) for number in range(94)]
+    records = [record(i, moe_load=dict.fromkeys(layers, 1.1)) for i in range(1, 5001)]
+    records[1234]["moe_load"]["93"] = 40.0
+    records[-1]["moe_choices"] = {layer: [10] * 255 + [11] for layer in layers}
+    text, _ = report_of(write_run(tmp_path / "run", records))
+    over, last = cells(text)
+    (peak,) = [cell for cell in over if cell[0] == 8]
+    assert peak[1] <= LEFT + 1234 / 5000 * (RIGHT - LEFT) <= peak[2] and peak[3] > BOTTOM - 5
+    assert {cell[0] for cell in last} == {3} and len(text) < 200_000
+    draw = random.Random(0)
+    worst = np.array([[draw.choice([0.0, 1.0, 9.0]) for _ in range(4000)] for _ in range(200)])
+    drawn = heat_map("t", "x", layers * 3, worst, (0, 3999))
+    assert drawn is not None and [text for _, text, _ in drawn.bands] == ["from 5"]  # each cell joins 93 loads
+
+
+@pytest.mark.second
+def test_unknown_loads_are_not_drawn() -> None:
+    assert heat_map("t", "x", [], np.empty((0, 0)), (0, 0)) is None
+    assert heat_map("t", "x", ["a"], np.full((1, 3), np.nan), (0, 2)) is None
+    drawn = heat_map("t", "x", ["a"], np.array([[1.0, np.nan, 1.0]]), (7, 9))
+    assert drawn is not None and [len(found) for _, _, found in drawn.bands] == [2]
+    assert [text for _, text in drawn.x_ticks] == ["7", "8", "9"]
+    alone = heat_map("t", "x", ["a"], np.array([[1.0]]), (5, 5))
+    assert alone is not None and alone.x_ticks == [((LEFT + RIGHT) / 2, "5")]
+
+
+# -- the scripts
+
+
+def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "scripts" / name, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.second
+def test_runs_are_compared(tmp_path: Path) -> None:
+    """Two equal runs and another; the values are read back from the SVG's text."""
+    records = [record(i) for i in range(1, 400)]
+    names = "one", "two", "three"
+    for name in names:
+        other = [r | {"loss": r["loss"] * 1.5, "validation_loss": 2.0} for r in records]
+        write_run(tmp_path / name, other if name == "three" else records)
+    found = [read_run(tmp_path / name) for name in names]
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plot(found, tmp_path / "loss.svg", "tokens")
+    drawn = (tmp_path / "loss.svg").read_text()
+    for text in (
+        "identical to one",
+        "three: validation, 2.0000",
+        "tokens/s",
+        "parameters",
+        "peak of all at one instant",
+    ):
+        assert text in drawn, text
+    assert "optimizer states" not in drawn  # of which there are none
+    assert drawn.count("stroke-dasharray") >= 2
+
+
+@pytest.mark.second
+@pytest.mark.long
+def test_bad_arguments_are_a_sentence(tmp_path: Path) -> None:
+    empty = write_run(tmp_path / "empty", [])
+    for name, words, said in (
+        ("plot_metrics.py", [tmp_path / "no"], "no/metrics.jsonl does not exist; give the --log-dir folder"),
+        ("plot_metrics.py", [empty], "has no iteration yet"),
+        ("report.py", [tmp_path / "no"], "no/metrics.jsonl does not exist; give the --log-dir folder"),
+        ("report.py", [empty], "has no iteration yet"),
+    ):
+        done = script(name, *words)
+        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.second
+def test_the_report_needs_no_heavy_library() -> None:
+    code = (
+        "import sys, megazero.observe.report.page; print(sorted({'torch', 'matplotlib', 'scipy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr

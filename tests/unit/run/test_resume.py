@@ -1,0 +1,599 @@
+"""Loading and saving of a run: guard and lock of --save, pruning, replaced corpora, bad folders."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megazero import checkpoint
+from megazero.checkpoint.folders import PARTIAL
+from megazero.checkpoint.in_memory import run_folder
+from megazero.checkpoint.locking import SaveLock
+from megazero.data.corpora import parse_data_path
+from megazero.data.fingerprint import fingerprint
+from megazero.data.writer import IndexedWriter
+from megazero.engine.options.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    LogConfig,
+    ModelConfig,
+)
+from megazero.engine.zero.shards import LocalShard
+from megazero.flags.cli import parse
+from megazero.flags.validate import check_values
+from megazero.run.changes import changed_options
+from megazero.run.exports import guard_exports
+from megazero.run.resume import check_data, find_checkpoint, takes_memory
+from megazero.run.run_state import RunState, is_hugging_face
+from megazero.run.stopping import stopped_words
+from megazero.world import STARTED
+from tests.helpers.table import for_each
+
+STATE = RunState(1, 8, 1, None, asdict(ModelConfig()), {}, {}, run="ours")
+
+
+def prints(config: Config) -> tuple[str, ...]:
+    """The fingerprints of a run's corpora."""
+    return tuple(fingerprint(prefix) for _, prefix in parse_data_path(config.data.data_path))
+
+
+def save(root: Path, iteration: int, run: str = "ours", **changes: Any) -> Path:
+    tensor = LocalShard((3,), (0,), (3,), 0, 3, torch.full((3,), float(iteration)))
+    state = replace(STATE, iteration=iteration, run=run, **changes).to_json()
+    return checkpoint.save(root, iteration, {"model.w": tensor}, state)
+
+
+def config(**options: Any) -> Config:
+    return replace(Config(), checkpoint=CheckpointConfig(**{k: str(v) for k, v in options.items()}))
+
+
+# -- the guard of --save
+
+
+def test_saving_where_another_run_saved_is_refused(tmp_path: Path) -> None:
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    mine = save(ours, 1)
+    save(other, 5)
+    for load in (ours, mine):
+        with pytest.raises(
+            ValueError, match=r"--save .*other holds iter_0000005 of an earlier run, and --load .* loads"
+        ):
+            find_checkpoint(config(load=load, save=other))
+    with pytest.raises(ValueError, match=r"--load .*typo holds no checkpoint; --load .*other resumes it"):
+        find_checkpoint(config(load=tmp_path / "typo", save=other))
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text("{}")
+    theirs = config(load=tmp_path / "theirs", save=other)
+    with pytest.raises(ValueError, match=r"--load .*theirs holds no checkpoint; --load .*other resumes it"):
+        find_checkpoint(theirs)
+    assert find_checkpoint(config(load=tmp_path / "theirs", save=tmp_path / "new")) == tmp_path / "theirs"
+    with pytest.raises(ValueError, match=r"add --load .*other to resume it"):
+        find_checkpoint(config(save=other))
+
+
+def test_saving_into_a_new_folder_or_the_loaded_one_is_not(tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    mine = save(ours, 1)
+    (tmp_path / "link").symlink_to(ours)
+    (tmp_path / "empty").mkdir()
+    for load, where in ((ours, ours), (mine, ours), (ours, tmp_path / "link"), (ours, tmp_path / "empty")):
+        assert find_checkpoint(config(load=load, save=where)).resolve() == mine
+    assert find_checkpoint(config(load=tmp_path / "new", save=tmp_path / "new")) is None
+
+
+def test_a_folder_is_itself_in_every_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume may spell --save and --load differently; the run is the same."""
+    ours = tmp_path / "runs" / "ours"
+    mine = save(ours, 1)
+    (tmp_path / "link").symlink_to(ours)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "link").symlink_to(tmp_path / "runs")
+    (tmp_path / "exports" / "iter_0000001").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "deep")
+    beside = tmp_path / "runs" / "ours2"
+    beside.mkdir()
+    exports = str(tmp_path / "exports")
+    spellings = [
+        str(ours), f"{ours}/", f"{ours}//", f"{ours}/.", f"{ours}/../ours", "../runs/ours", "./link/ours",
+        f"{tmp_path}/link/", "link/../runs/ours",
+    ]  # fmt: skip
+    for where in spellings:
+        for load in (str(ours), f"{mine}/", "link/ours"):
+            options = CheckpointConfig(load=load, save=where, save_hf=exports, memory_checkpoint_interval=1)
+            same = replace(Config(), checkpoint=options)
+            found = find_checkpoint(same)
+            assert found is not None and found.resolve() == mine, (load, where)
+            guard_exports(options, found)
+            if not load.endswith("1/"):
+                assert takes_memory(same), (load, where)
+                assert stopped_words(1, "SIGINT", options).endswith("; the same command resumes it")
+        assert run_folder("", where) == run_folder("", str(ours)) != run_folder("", str(beside)), where
+        with pytest.raises(ValueError, match="is the folder of --save"):
+            check_values(replace(Config(), checkpoint=CheckpointConfig(save=where, save_hf="link/ours/")))
+
+
+def test_a_load_that_is_not_there_is_refused_unless_it_is_save_too(tmp_path: Path) -> None:
+    typo, there = str(tmp_path / "tpyo"), tmp_path / "there"
+    there.mkdir()
+    refused = (CheckpointConfig(load=typo), CheckpointConfig(load=typo, save=str(there)))
+    for options in refused:
+        with pytest.raises(
+            ValueError, match=rf"--load .*tpyo: there is no such folder, only {tmp_path}; correct it, or"
+        ):
+            find_checkpoint(replace(Config(), checkpoint=options))
+    begins = [
+        CheckpointConfig(load=typo, save=f"{tmp_path}/./tpyo"),
+        CheckpointConfig(load=str(there), save=f"{tmp_path}/there/../there"),
+        CheckpointConfig(),
+    ]
+    for options in begins:
+        assert find_checkpoint(replace(Config(), checkpoint=options)) is None
+
+
+def test_runs_that_may_resume_from_memory_or_from_a_hugging_face_folder(tmp_path: Path) -> None:
+    options = CheckpointConfig(save=str(tmp_path), load=f"{tmp_path}/.", memory_checkpoint_interval=1)
+    changes: tuple[tuple[dict[str, Any], bool], ...] = (
+        ({}, True),
+        ({"memory_checkpoint_interval": 0}, False),
+        ({"finetune": True}, False),
+        ({"load": ""}, False),
+        ({"load": str(tmp_path / "other")}, False),
+    )
+    for change, wanted in changes:
+        assert takes_memory(replace(Config(), checkpoint=replace(options, **change))) == wanted, change
+    assert not takes_memory(replace(Config(), checkpoint=options, evaluation=EvaluationConfig(eval_only=True)))
+    assert not is_hugging_face(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert is_hugging_face(tmp_path)
+    (tmp_path / "latest").write_text("iter_0000001")
+    assert not is_hugging_face(tmp_path)
+
+
+def test_a_folder_with_nothing_to_load_is_refused(tmp_path: Path) -> None:
+    """Such as a hub cache whose blobs are gone: its config.json is a link to a missing file."""
+    folder, where = tmp_path / "theirs", rf"--load {tmp_path}/theirs has nothing to load, neither .*\. It holds "
+    folder.mkdir()
+    with pytest.raises(ValueError, match=where + r"nothing\. Name .* or leave out --load"):
+        find_checkpoint(config(load=folder))
+    for name in ("README.md", "tokenizer.json"):
+        (folder / name).touch()
+    (folder / "config.json").symlink_to(tmp_path / "blobs" / "1234")
+    for save in ("", tmp_path / "run"):
+        with pytest.raises(
+            ValueError, match=where + "config.json, a link to a missing file; README.md; tokenizer.json[.]"
+        ):
+            find_checkpoint(config(load=folder, save=save))
+    (folder / "more").touch()
+    (folder / "most").touch()
+    with pytest.raises(ValueError, match=r"README\.md; more; most; \.\.\.\. Name"):
+        find_checkpoint(config(load=folder))
+
+
+def test_a_damaged_state_falls_back_and_an_exact_load_does_not(tmp_path: Path) -> None:
+    older, newer = save(tmp_path, 1), save(tmp_path, 2)
+    (newer / "state.json").write_bytes(b" " + (newer / "state.json").read_bytes())
+    assert find_checkpoint(config(load=tmp_path)) == older
+    exact = replace(Config(), checkpoint=CheckpointConfig(load=str(tmp_path), load_exact=True))
+    for refused in (exact, config(load=newer)):
+        with pytest.raises(checkpoint.Damaged, match=r"iter_0000002.*state.json.*checksum"):
+            find_checkpoint(refused)
+
+
+def test_a_checkpoint_that_another_run_prunes_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delete it before its state is read, as a run with --keep-last 1 does when it has saved a newer one."""
+    save(tmp_path, 1)
+    read, calls = RunState.read, []
+
+    def late(path: Path, group: Any = None) -> RunState:
+        calls.append(path.name)
+        if len(calls) == 1:
+            save(tmp_path, 2)
+            checkpoint.prune(tmp_path, 1, run="ours")
+        return read(path, group)
+
+    monkeypatch.setattr(RunState, "read", late)
+    assert find_checkpoint(config(load=tmp_path)) == tmp_path / "iter_0000002"
+    assert calls == ["iter_0000001", "iter_0000002"]
+
+
+# -- the lock
+
+
+def forked(body: Callable[[], None]) -> int:
+    """A process of its own that runs `body` and ends with exit code 0, or 1 if it raises."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return child
+
+
+def test_a_second_run_in_one_folder_is_refused_and_a_crash_leaves_no_lock(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+
+    def hold() -> None:
+        lock = SaveLock(tmp_path)
+        os.write(writer, b"held")
+        signal.pause()
+        lock.release()
+
+    holder = forked(hold)
+    try:
+        assert os.read(reader, 4) == b"held"
+        with pytest.raises(ValueError, match=rf"--save {tmp_path} is in use by process {holder} on .*since"):
+            SaveLock(tmp_path)
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+    SaveLock(tmp_path).release()
+
+
+def test_a_lock_that_fails_refuses_the_run_unless_the_file_system_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def lock_with(number: int) -> None:
+        def lockf(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(fcntl, "lockf", lockf)
+        SaveLock(tmp_path).release()
+
+    with pytest.raises(ValueError, match=rf"^--save {tmp_path}: Input/output error$"):
+        lock_with(errno.EIO)
+    assert capfd.readouterr().err == ""
+    lock_with(errno.ENOLCK)
+    assert f"WARNING: --save {tmp_path}: this file system has no locks" in capfd.readouterr().err
+
+
+def test_a_forked_process_neither_holds_nor_drops_the_lock(tmp_path: Path) -> None:
+    lock = SaveLock(tmp_path)
+    os.waitpid(forked(lambda: None), 0)  # closes its copy of the descriptor
+
+    def probe() -> None:
+        with pytest.raises(ValueError, match="in use by process"):
+            SaveLock(tmp_path)
+
+    assert os.waitpid(forked(probe), 0)[1] == 0
+    worker = forked(signal.pause)
+    try:
+        lock.release()
+        SaveLock(tmp_path).release()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+
+
+# -- a later generation, while the process of an earlier one is frozen
+
+CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "shutil.rmtree")
+
+
+def start_generation(number: int) -> None:
+    os.environ |= {STARTED: "1700000000.5", "MEGAZERO_GENERATION": str(number)}
+
+
+def wait_at(change: int, reached: int, gate: int) -> None:
+    """Write to the pipe `reached` just before change number `change` of a folder, or creation of a file; then wait.
+
+    A byte from the pipe `gate` ends the wait. A frozen process would be mistaken for one that another process stops.
+    """
+    left = [change]
+
+    def watch(event: str, details: tuple[Any, ...]) -> None:
+        created = event == "open" and isinstance(details[2], int) and details[2] & os.O_CREAT
+        if (event in CHANGES or created) and left[0] >= 0:
+            left[0] -= 1
+            if left[0] < 0:
+                os.write(reached, b"frozen")
+                os.read(gate, 1)
+
+    sys.addaudithook(watch)
+
+
+def content(root: Path) -> dict[str, bytes]:
+    """All files but partial ones. A replaced checkpoint counts under its own name, because a resume finds both."""
+    files = [path for path in root.rglob("*") if path.is_file() and PARTIAL not in str(path)]
+    return {re.sub(r"/\.(iter_\d+)\.replaced/", r"/\1/", str(path)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("idle", [True, pytest.param(False, marks=pytest.mark.second)])
+def test_a_frozen_process_of_an_earlier_generation_changes_nothing_later(
+    idle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is frozen before each change that a start, two saves and a pruning make, and runs on later.
+
+    Until then the later generation has taken the lock; unless `idle`, it has also saved, and is in the next save.
+    """
+    monkeypatch.setenv(STARTED, "")
+    monkeypatch.setenv("MEGAZERO_GENERATION", "")
+    frozen, number = True, 0
+    while frozen:
+        root = tmp_path / str(number)
+        reader, writer = os.pipe()
+        gate, opener = os.pipe()
+
+        def earlier(root: Path = root, at: int = number, writer: int = writer, gate: int = gate) -> None:
+            start_generation(0)
+            locks = [checkpoint.lock(root)]
+            save(root, 1)
+            save(root, 2)
+            start_generation(1)
+            try:
+                wait_at(at, writer, gate)
+                locks.append(checkpoint.lock(root))
+                save(root, 3)
+                save(root, 2)
+                checkpoint.prune(root, 1, run="ours")
+            except ValueError as error:
+                os.write(writer, str(error).encode())
+
+        child = forked(earlier)
+        os.close(writer)
+        try:
+            frozen = os.read(reader, 6) == b"frozen"  # else all changes are made, and the process has ended
+            if frozen:
+                start_generation(2)
+                lock = checkpoint.lock(root)  # at once
+                assert lock is not None and checkpoint.find(root) is not None
+                for iteration in () if idle else (2, 4):
+                    save(root, iteration, updates=7)
+                checkpoint.prune(root, 0 if idle else 3, run="ours")
+                saving = checkpoint.folders.partial_folder(root, 3) / "rank_00000.safetensors"
+                saving.parent.mkdir()
+                saving.write_bytes(b"ours")
+                before = content(root)
+                os.write(opener, b".")
+                refusal = os.read(reader, 1000)
+                os.waitpid(child, 0)
+                assert refusal.startswith(b"--save "), number
+                assert content(root) == before and saving.read_bytes() == b"ours", number
+                lock.release()
+            else:
+                os.waitpid(child, 0)
+        finally:
+            for pipe in (reader, gate, opener):
+                os.close(pipe)
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        number += 1
+    assert number > 30
+
+
+@for_each("text", [b"", b"{}", b'["a", 0, 1]'])
+def test_a_damaged_owner_refuses_the_run_with_a_way_out(text: bytes, tmp_path: Path) -> None:
+    owner = tmp_path / ".owner"
+    owner.write_bytes(text)
+    with pytest.raises(ValueError, match=rf"^--save {tmp_path}: {owner}: .*; if no other run saves there, delete this"):
+        SaveLock(tmp_path)
+    owner.unlink()
+    SaveLock(tmp_path).release()
+
+
+def test_who_saves_after_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generation takes the lock from an earlier one of its run alone."""
+    monkeypatch.setenv("MEGAZERO_GENERATION", "3")
+    monkeypatch.setenv(STARTED, "1")
+    lock = SaveLock(tmp_path)
+    for run, generation, refusal in (("1", "2", "by generation 3"), ("1", "3", "by process"), ("2", "4", "by process")):
+
+        def other(run: str = run, generation: str = generation, refusal: str = refusal) -> None:
+            os.environ |= {STARTED: run, "MEGAZERO_GENERATION": generation}
+            with pytest.raises(ValueError, match=f"--save {tmp_path} is in use {refusal}"):
+                SaveLock(tmp_path)
+
+        assert os.waitpid(forked(other), 0)[1] == 0, generation
+        checkpoint.folders.check_owner(tmp_path)
+    lock.release()
+    monkeypatch.delenv(STARTED)
+    SaveLock(tmp_path).release()  # a run without generations
+    monkeypatch.setenv(STARTED, "1")
+    with pytest.raises(ValueError, match=r"by generation 0 of a run"):
+        save(tmp_path, 1)
+    assert not [*tmp_path.glob("*iter*")]
+
+
+# -- pruning
+
+
+def names(root: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in root.glob("iter_*"))
+
+
+def test_only_this_runs_checkpoints_are_pruned(tmp_path: Path) -> None:
+    save(tmp_path, 1, run="theirs")
+    for iteration in (2, 3, 4):
+        save(tmp_path, iteration)
+    checkpoint.prune(tmp_path, 1, run="ours")
+    assert names(tmp_path) == [1, 4]
+
+
+def test_keep_every(tmp_path: Path) -> None:
+    """--keep-every."""
+    for iteration in range(1, 8):
+        save(tmp_path, iteration)
+    checkpoint.prune(tmp_path, 2, 3, "ours")
+    assert names(tmp_path) == [3, 6, 7]
+
+
+def test_the_last_sound_checkpoint_is_never_pruned(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    for iteration in (3, 4, 5):
+        save(tmp_path, iteration, sound=False, skipped_in_a_row=iteration)
+    checkpoint.prune(tmp_path, 1, run="ours")
+    assert names(tmp_path) == [2, 5]
+
+
+def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3, 4):
+        save(tmp_path, iteration)
+    (tmp_path / "iter_0000003" / "manifest.json").unlink()
+    checkpoint.prune(tmp_path, 2, run="ours")
+    assert names(tmp_path) == [2, 3, 4]
+
+
+# -- the corpus
+
+
+def corpus(prefix: Path, first: int) -> str:
+    with IndexedWriter(prefix, np.uint16, {"tokenizer": "byte", "vocab_size": 257}) as writer:
+        writer.add(np.arange(first, first + 100))
+    return str(prefix)
+
+
+def test_a_corpus_made_anew_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "corpus", 0)
+    ours = replace(Config(), data=DataConfig(data_path=(prefix,)))
+    state = replace(STATE, config=json.loads(json.dumps(asdict(ours))), fingerprints=prints(ours))
+    check_data(Path("iter"), state, ours, prints(ours))
+    corpus(tmp_path / "corpus", 1)
+    with pytest.raises(
+        ValueError, match=rf"--load iter: --data-path {prefix} holds other tokens than when this was saved"
+    ):
+        check_data(Path("iter"), state, ours, prints(ours))
+    corpus(tmp_path / "corpus", 0)
+    saved = asdict(ours)
+    del saved["data"]["split_by"]  # as it was before that flag: samples must not change in silence
+    older, files = replace(state, config=saved), prints(ours)
+    check_data(Path("iter"), older, ours, files)
+    check_data(Path("iter"), state, ours, files, (prefix,))
+    with pytest.raises(ValueError, match=rf"--load iter was saved when .*{prefix}.*add --split-by documents"):
+        check_data(Path("iter"), older, ours, files, (prefix,))
+    for given in ("documents", "tokens"):
+        check_data(Path("iter"), older, replace(ours, data=replace(ours.data, split_by=given)), files, (prefix,))
+    other = replace(Config(), data=DataConfig(data_path=(corpus(tmp_path / "other", 1),)))
+    check_data(Path("iter"), state, other, prints(other))  # the user's choice, and reported:
+    (warning,) = changed_options(state, other, fingerprints=prints(other)).warnings
+    assert warning == (
+        f"--data-path is {other.data.data_path[0]}, and was {prefix} when this was saved: training continues at sample "
+        "8 of the new data, and the loss curve differs from here; with --finetune and another --save, a new run begins "
+        "with these weights at sample 0"
+    )
+    # the same tokens in another folder are no other data, unless their weights differ
+    moved = replace(Config(), data=DataConfig(data_path=(corpus(tmp_path / "moved place", 0),)))
+    found = changed_options(state, moved, fingerprints=prints(moved))
+    assert found.notes == [f"--data-path is '{tmp_path}/moved place', and was {prefix} when this was saved"]
+    assert found.warnings == []
+    weighted = replace(Config(), data=DataConfig(data_path=("0.3", prefix)))
+    assert "0.3 " in changed_options(state, weighted, fingerprints=prints(weighted)).warnings[0]
+
+
+def test_options_that_change_the_curve_are_warnings() -> None:
+    """One for each consequence, with the flags that restore the curve; a learning rate only if it changes one."""
+    ours = parse(["--lr", "0.001", "--train-iters", "20"])
+    ours = replace(ours, optimizer=replace(ours.optimizer, lr_decay_iters=20))
+    state = replace(STATE, iteration=10, consumed_samples=80, config=json.loads(json.dumps(asdict(ours))))
+    table: tuple[tuple[dict[str, dict[str, Any]], str], ...] = (
+        ({"training": {"seed": 5}}, "--seed is 5, and was 1234 when this was saved: the samples have another order: "
+         "training continues at sample 80 of it,"),
+        ({"training": {"global_batch_size": 16}}, "--global-batch-size is 16, and was 0 when this was saved: training "
+         "continues at sample 80 with batches of another size,"),
+        ({"optimizer": {"lr": 0.5, "lr_decay_style": "cosine"}}, "--lr is 0.5, and was 0.001; --lr-decay-style is "
+         "cosine, and was constant when this was saved: from iteration 11 on, the new schedule gives another"),
+        ({"optimizer": {"optimizer": "lion"}}, "--optimizer is lion, and was adamw when this was saved: the "
+         "optimizer's states begin at 0,"),
+        ({"optimizer": {"weight_decay": 0.5}}, "--weight-decay is 0.5, and was 0.01 when this was saved: updates"),
+        ({"training": {"precision": "bf16"}}, "--precision is bf16, and was fp32 when this was saved: values are"),
+        ({"data": {"eod_mask_loss": True}}, "--eod-mask-loss is on, and was off when this was saved: training minim"),
+        ({"model": {"window_size": 8}}, "--window-size is 8, and was 0 when this was saved: the model computes"),
+        ({"parallel": {"tensor_model_parallel_size": 2}}, ""),
+        ({"zero": {"zero_stage": 3}}, ""),
+        ({"training": {"train_iters": 30}}, ""),
+        ({"optimizer": {"lr_warmup_iters": 10, "min_lr": 0.5, "optimizer_cpu_offload": True}}, ""),
+        ({"data": {"tokenizer": "byte", "num_workers": 3}}, ""),
+        ({"monitor": {"hang_timeout": 3.0}}, ""),
+    )  # fmt: skip
+    for changes, begins in table:
+        groups = {group: replace(getattr(ours, group), **options) for group, options in changes.items()}
+        found = changed_options(state, replace(ours, **groups))
+        assert len(found.warnings) == bool(begins) and bool(found.notes) == (not begins), (changes, found)
+        for warning in found.warnings:
+            assert warning.startswith(begins) and warning.endswith("the loss curve differs from here"), warning
+    older = replace(state, config={"training": state.config["training"]})  # before --optimizer
+    assert changed_options(older, replace(ours, optimizer=replace(ours.optimizer, optimizer="lion"))).warnings
+
+
+def test_flags_that_were_not_given_again_are_named_as_they_were() -> None:
+    changed = {"lr": 0.002, "clip_grad": 0.5, "lr_decay_iters": 7}  # which was the default, --train-iters
+    ours = parse(["--lr", "0.001"])
+    frozen = replace(ours.training, freeze_parameters=("blocks.[01].*", "head.*"), train_iters=7)
+    older = replace(ours, optimizer=replace(ours.optimizer, **changed), training=frozen)
+    state = replace(STATE, config=json.loads(json.dumps(asdict(older))))
+    assert not any("as before" in text for texts in changed_options(state, ours) for text in texts)  # all were given
+    found = changed_options(state, ours, {"lr"})
+    assert found.notes[-1] == "not given now; to continue as before, add: --train-iters 7"
+    updates, rate = found.warnings
+    assert updates.endswith(
+        "here. To continue as before, add: --freeze-parameters 'blocks.[01].*' 'head.*' --clip-grad 0.5"
+    )
+    assert rate.endswith("the loss curve differs from here")
+    assert changed_options(state, ours, set()).warnings[1].endswith(". To continue as before, add: --lr 0.002")
+    assert changed_options(replace(STATE, config=json.loads(json.dumps(asdict(ours)))), ours, set()) == ([], [])
+    state.config["data"]["tokenizer"] = "byte"
+    assert "--tokenizer is empty, and was byte when this was saved" in changed_options(state, ours).notes
+
+
+# -- folders
+
+
+def test_folders_that_cannot_be_written_are_refused_at_the_start(tmp_path: Path) -> None:
+    for flag, field in (("save", CheckpointConfig), ("log-dir", LogConfig), ("tensorboard-dir", LogConfig)):
+        group = "checkpoint" if field is CheckpointConfig else "log"
+        name = flag.replace("-", "_")
+        for path, words in (
+            ("/proc/nothing/here", "cannot write there"),
+            (str(tmp_path / ("x" * 256)), "a name in it has 256 bytes"),
+            (str(tmp_path / "\udcff"), "is not UTF-8"),
+        ):
+            with pytest.raises(ValueError, match=f"--{flag} .*{words}"):
+                check_values(replace(Config(), **{group: field(**{name: path})}))
+    assert os.listdir(tmp_path) == []
+
+
+# -- the state
+
+
+@for_each(
+    ("change", "words"),
+    [
+        ({"iteration": -1}, r"`int` >= 0 - at `\$.iteration`"),
+        ({"iteration": None}, r"`int`, got `null` - at `\$.iteration`"),
+        ({"model": []}, r"`object`, got `array` - at `\$.model`"),
+        ({"config": {"data": 3}}, r"`str \| object`, got `int` - at `\$.config\[...\]`"),
+        ({"loss_scale": {"value": 0.0, "left": 1, "good": 1}}, r"`float` > 0.0 - at `\$.loss_scale.value`"),
+        ({"loss_scale": {"value": 1e999, "left": 1, "good": 1}}, r"`float` <= 1.79.* - at `\$.loss_scale.value`"),
+        ({"fingerprints": ["x"]}, r"at `\$.fingerprints\[0\]`"),
+        ({"saved_tokenizer": "/etc/tokenizer"}, r"at `\$.saved_tokenizer`"),
+        ({"run": 5}, r"`str`, got `int` - at `\$.run`"),
+    ],
+)
+def test_a_state_of_another_form_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RunState.parse(STATE.to_json() | change)
+
+
+def test_a_state_of_an_earlier_version_is_read() -> None:
+    """Without later additions."""
+    content = {
+        k: v for k, v in STATE.to_json().items() if k not in ("run", "sound", "skipped_in_a_row", "fingerprints")
+    }
+    assert RunState.parse(content) == replace(STATE, run="")
