@@ -1,7 +1,7 @@
 """The account of a step in integers: bytes that a rank holds, and bytes that each of its operations moves. Pure.
 
 `planner.bytes.estimate` adds them up over a step, `planner.time.costs` divides them by speeds, and `planner.bytes` and
-`planner.search` bound memory with them. Sizes inside a layer come from its trace (`planner.trace.trace`), as `LayerSizes`.
+`planner.search` bound memory with them. Sizes in a layer come from its trace (`planner.trace.trace`): `LayerSizes`.
 Everything else is derived here.
 """
 
