@@ -28,10 +28,11 @@ gptj's, is tested with values of its options that are no defaults:
 
 | test | it shows |
 |---|---|
-| [`unit/test_families.py`](../../tests/unit/engine/model/test_families.py) | logits and gradients of transformers' class, \
-in fp64 to 1e-10 and in fp32; its configuration there and back; its number of parameters; `--plan` |
-| [`unit/test_presets.py`](../../tests/unit/flags/test_presets.py) | the published sizes of its presets, and their \
-number of weights in transformers |
+| [`unit/engine/model/test_families.py`](../../tests/unit/engine/model/test_families.py) | logits and gradients of \
+transformers' class, in fp64 to 1e-10 and in fp32; its configuration there and back; its number of parameters; \
+`--plan` |
+| [`unit/flags/test_presets.py`](../../tests/unit/flags/test_presets.py) | the published sizes of its presets, and \
+their number of weights in transformers |
 | [`parallel/test_families.py`](../../tests/parallel/test_families.py) | plain PyTorch's losses and norms in fp64 in \
 four layouts, and the predicted bytes |
 | [`end_to_end/test_huggingface_families.py`](../../tests/end_to_end/test_huggingface_families.py) | export, import, \
@@ -167,8 +168,8 @@ def page() -> Iterator[str]:
     columns = ["architecture", "`model_type` and class of transformers", "structure", "defaults", "presets"]
     yield markdown([*columns, "lines"], rows)
     yield f"""
-Lines: of its row in `config/architectures.py`, and of its rows in `huggingface/families.py`, each with the constants
-and functions that it alone uses. Several families share {traits[1]} and {theirs[1]} more.
+Lines: of its row in `engine/options/architectures.py`, and of its rows in `interop/huggingface/families.py`, each with
+the constants and functions that it alone uses. Several families share {traits[1]} and {theirs[1]} more.
 """
 
 
