@@ -69,7 +69,8 @@ def ending_with_peers(
         patience: time for this rank to fail by itself, with a message of its own.
     """
     done = threading.Event()
-    store = within(STORE_SECONDS, lambda: _store().clone())  # a connection of its own: the other may be blocked
+    # A connection of its own: the other may be blocked.
+    store = within(STORE_SECONDS, lambda: _store().clone())  # type: ignore[attr-defined]
 
     def watch() -> None:
         cause = ""
