@@ -164,6 +164,23 @@ def a_class_name_has_one_meaning(sources: Sources) -> Iterator[str]:
                 yield f"{module}:{node.lineno} {node.name} is a class of {found[node.name]} too"
 
 
+def private_names_of_torch_are_in_one_module(sources: Sources) -> Iterator[str]:
+    """A later torch may take them away: `torch_private` says why each is used. `node_agent` overrides an agent's."""
+    for module, tree in sources.items():
+        for node in ast.walk(tree) if module not in USING_PRIVATE else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            elif isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in ("torch", "dist"):
+                names = [node.attr]
+            else:
+                continue
+            if any(re.match("_[A-Za-z]", name) for name in names):
+                yield f"{module}:{node.lineno} {'.'.join(names)}"
+
+
+USING_PRIVATE = {"torch_private", "cluster.elastic.node_agent"}
+
+
 def nothing_forks(sources: Sources) -> Iterator[str]:
     """A rank has threads of gloo or NCCL: a lock that one of them holds would stay locked in a forked child."""
     for module, tree in sources.items():
@@ -209,6 +226,7 @@ RULES: list[Callable[[Sources], Iterator[str]]] = [
     only_the_stage_names_layers,
     only_the_log_prints,
     nothing_forks,
+    private_names_of_torch_are_in_one_module,
     a_class_name_has_one_meaning,
     long_calls_name_their_arguments,
 ]
@@ -251,6 +269,8 @@ FAULTS = [
     (nothing_forks, "engine.zero.zero", "from torch.utils.data import DataLoader"),
     (nothing_forks, "engine.zero.zero", "import os\nos.fork()"),
     (nothing_forks, "engine.zero.zero", "import multiprocessing"),
+    (private_names_of_torch_are_in_one_module, "engine.zero.zero", "from torch.utils._pytree import tree_map"),
+    (private_names_of_torch_are_in_one_module, "engine.zero.zero", "torch.ops.aten._softmax(1)"),
 ]
 
 
