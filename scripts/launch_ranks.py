@@ -39,7 +39,7 @@ def main(log_dir: Path, wait_minutes: str, arguments: list[str]) -> int:
             logger.handlers = [file]
     try:
         if wait_minutes:
-            node_agent.run(log_dir, arguments, 60 * float(wait_minutes), lambda error: report(error, log_dir))
+            node_agent.run_agent(log_dir, arguments, 60 * float(wait_minutes), lambda error: report(error, log_dir))
         else:
             run_alone(log_dir, arguments)
     except node_agent.Ended as end:

@@ -332,7 +332,7 @@ def test_a_folder_that_is_full_costs_a_copy(runs: Runs, copies: bool) -> None:
 
 
 def test_copies_that_fail_leave_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever fails, and however often: the newest whole one is still found."""
+    """After any failures the newest whole one is still found."""
     memory = MemoryCheckpoints(str(tmp_path / "memory"), tmp_path / "saved", None)
     shards = {"model.w": LocalShard((3,), (0,), (3,), 0, 3, torch.ones(3))}
 

@@ -242,7 +242,7 @@ def admit(found: Meeting, words: Sequence[str]) -> bool:
         )
     first = json.loads(kept)
     if first["words"] == words:
-        os.environ |= {STARTED: str(first["started"]), BEFORE: first["before"]}
+        os.environ.update({STARTED: str(first["started"]), BEFORE: first["before"]})
         return True
     if not found.has_nodes:
         found.end("all nodes of the run have left")
@@ -351,7 +351,7 @@ class Agent(LocalElasticAgent):
         raise self.meeting.end(text, code)
 
 
-def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report) -> None:
+def run_agent(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report) -> None:
     """Run torchrun's `arguments` with an agent of this file.
 
     Args:
@@ -386,10 +386,14 @@ def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report
         monitor_interval=config.monitor_interval,
         numa_options=config.numa_options,
     )
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # the same number of ranks on each node
     folder = notes.make_folder()
-    os.environ[notes.FOLDER] = str(folder)
+    os.environ.update(
+        {
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": config.signals_to_handle,
+            "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # the same number of ranks on each node
+            notes.FOLDER: str(folder),
+        }
+    )
     agent = Agent(
         spec,
         report,

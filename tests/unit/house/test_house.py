@@ -152,7 +152,7 @@ def only_the_log_prints(sources: Sources) -> Iterator[str]:
 
 
 PRINTERS = {"print", "sys.stdout.write", "sys.stderr.write"}
-PRINTING = {"log", "flags.help", "command.rehearsal.rehearsal_report"}
+PRINTING = {"log", "cluster.elastic.node_agent", "flags.help", "command.rehearsal.rehearsal_report"}
 
 
 def a_class_name_has_one_meaning(sources: Sources) -> Iterator[str]:

@@ -111,7 +111,7 @@ NULL: dict[str, Any] = {"head_dim": 8, "num_key_value_heads": 6, "n_inner": 192}
 @pytest.mark.second
 @for_each("model_type", MODELS)
 def test_null_stands_for_the_usual_value(model_type: str, tmp_path: Path) -> None:
-    """Where the class of theirs takes it; others are refused by name."""
+    """Null keys that transformers accepts are accepted; others are refused by name."""
     keys = json.loads(written(tmp_path, model_type).read_text())
     for key in NULL.keys() & keys.keys():
         try:

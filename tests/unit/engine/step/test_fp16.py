@@ -63,7 +63,7 @@ def in_fp16(**training: float) -> tuple[Engine, list[MicroBatch]]:
 
 
 def test_a_batch_without_targets_is_no_overflow() -> None:
-    """Neither the scale nor what is left until it halves, nor the count until it doubles."""
+    """The scale stays, and so do the counts until it halves or doubles."""
     engine, batches = in_fp16()
     engine.train_step(1, batches, 1)
     before = engine.scale
