@@ -106,7 +106,7 @@ class LayerSizes(NamedTuple):
     forward: Counter[str]
     recompute: Counter[str]
     backward: Counter[str]
-    logits: int  # held from its forward to its backward
+    logits: int  # held in its forward, at most
     queued: int  # held by its queued weight gradients
     saved: tuple[int, ...]  # bytes of every tensor that autograd saves, except the layer's input
     saved_input: int  # bytes of the layer's input, if autograd saves it
@@ -114,8 +114,8 @@ class LayerSizes(NamedTuple):
     routes: int = 0  # bytes of the choices of experts, held from Forward to Recompute
 
     def kept(self, own_input: bool) -> int:
-        """Return the bytes that autograd saves in a forward, without logits, which are a separate kind."""
-        return max(0, sum(self.saved) + (self.saved_input if own_input else 0) - self.logits)
+        """Return the bytes that autograd saves in a forward."""
+        return sum(self.saved) + (self.saved_input if own_input else 0)
 
 
 def hidden_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
@@ -141,9 +141,10 @@ def keys_bytes(config: Config, layout: Layout) -> int:
 
 
 def logits_bytes(config: Config, layout: Layout) -> int:
-    """Return the bytes of a micro-batch's logits on a rank of the last stage, without the vocabulary's padding."""
-    training, model = config.training, config.model
-    return rank_tokens(config, layout) * model.vocab_size * BYTES[training.precision] // layout.tp
+    """Return the least bytes of logits that a rank of the last stage holds, without the vocabulary's padding."""
+    training, model, tokens = config.training, config.model, rank_tokens(config, layout)
+    chunk = min(config.loss_chunk(kind, layout.tp) or tokens for kind in ("cpu", "cuda"))
+    return min(tokens, chunk) * model.vocab_size * BYTES[training.precision] // layout.tp
 
 
 def elements(kind: LayerKind, layout: Layout, groups: Mapping[str, ShardingGroup]) -> Counter[str]:

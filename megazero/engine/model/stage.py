@@ -66,13 +66,10 @@ class Head(Layer):
         # a tuple, so that nn.Module does not register the tied table: it is a unit of its own
         self.vocabulary = Output(table, self.output_bias, to_logits)
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [T', h], labels and weights [b, s] -> per sample the sum of weights x cross-entropy in nats, [b] fp64."""
-        return self.vocabulary.loss(self.norm(x), labels, weights)
-
     def compute(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
+        """x [T', h] -> per sample the sum of weights x cross-entropy in nats, [b] fp64."""
         assert x is not None
-        return self(x, batch.labels, batch.loss_mask)
+        return self.vocabulary.loss(x, self.norm, batch.labels, batch.loss_mask, batch.seed)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> [.., v/tp], without a gradient."""

@@ -24,6 +24,9 @@ from megazero.engine.options.run_options import MonitorConfig as MonitorConfig
 from megazero.engine.options.run_options import PlanConfig as PlanConfig
 from megazero.engine.plan.schedule.schedules import EVALUATION, SCHEDULES
 
+# Bytes of a chunk of logits, and its fewest tokens: each chunk reads and writes the gradient of the whole table once
+CPU_LOGITS, GPU_LOGITS, LEAST_CHUNK = 1 << 25, 1 << 29, 128
+
 
 @dataclass(frozen=True)
 class Config:
@@ -75,6 +78,16 @@ class Config:
     def batch_sizes(self) -> BatchSizes:
         """Global batch of each iteration."""
         return BatchSizes(self.training.global_batch_size, *self.training.rampup_batch_size)
+
+    def loss_chunk(self, device_type: str, tp: int) -> int:
+        """Return the tokens whose logits a rank holds together; 0: all of a micro-batch."""
+        asked, training = self.activations.loss_chunk_tokens, self.training
+        if asked >= 0:
+            return asked
+        if BYTES[training.grad_dtype] == 2:
+            return 0
+        width = -(-self.model.vocab_size // tp) * BYTES[training.precision]
+        return max(LEAST_CHUNK, (CPU_LOGITS if device_type == "cpu" else GPU_LOGITS) // width)
 
     def micro_batches(self, dp: int) -> int:
         """Micro-batches of an iteration of the full global batch on each rank."""

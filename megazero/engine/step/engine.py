@@ -354,8 +354,8 @@ class Engine:
         head: Compute | None = None,
     ) -> dict[int, torch.Tensor]:
         micro_batches = uploaded.micro_batches
-        if seed_gradient is not None and self.config.model.num_experts:
-            micro_batches = [each.balanced(seed_gradient) for each in micro_batches]
+        if seed_gradient is not None:
+            micro_batches = [each.seeded(seed_gradient) for each in micro_batches]
         with self._explained(step):
             return self.interpreter.run(step, micro_batches, seed_gradient, head)
 

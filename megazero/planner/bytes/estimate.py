@@ -323,10 +323,7 @@ class _Walk:
             self._save(op, layer.kept(own_input=True))
         if layer.routes and self.spec.recomputes(self.spec.layers[op.layer]):
             self.allocations["routes", op.key] = self.tracker.allocate("activation_checkpoints", layer.routes)
-        if layer.logits:
-            logits = self.tracker.allocate("logits", layer.logits)
-            if op.graph:
-                self.allocations["logits", op.micro_batch] = logits
+        self.tracker.allocate("logits", layer.logits).end()
 
     def _recompute(self, op: Recompute) -> None:
         self.allocations.pop(("routes", op.key), None)
@@ -341,8 +338,6 @@ class _Walk:
 
     def _backward(self, op: Backward) -> None:
         layer = self.sizes.layers[op.layer]
-        if layer.logits:
-            self.allocations.pop(("logits", op.micro_batch))
         if not op.weights:
             self.queued.add(layer.queued)
             self.allocations["queued", op.key] = self.tracker.allocate("buffers", layer.queued)

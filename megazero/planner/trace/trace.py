@@ -123,6 +123,7 @@ class Kind(NamedTuple):
     ep: int = 1
     expert_tp: int = 0
     imbalance: float = 1.0  # of the ranks of ep, see `Axis`
+    loss_chunk: int = 0  # of the head, see `Context`
 
     @property
     def small(self) -> bool:
@@ -177,6 +178,7 @@ class Kind(NamedTuple):
             ring=config.parallel.cp_exchange == "ring",
             ep=layout.ep,
             expert_tp=layout.expert_tp,
+            loss_chunk=config.loss_chunk(device_type, layout.tp) if layer.use is Use.HEAD else 0,
             imbalance=min(config.plan.moe_plan_imbalance, layout.ep),  # at most all rows arrive at one rank
         )
 
@@ -241,6 +243,7 @@ class Traced:
             products=Products(in_place=kind.device_type == "cuda"),
             cp=self.mesh.cp,
             ring=kind.ring,
+            loss_chunk=kind.loss_chunk,
             recomputed=recomputed,
             ep=self.mesh.ep,
             expert_tp=self.mesh.etp,
@@ -272,9 +275,10 @@ class Traced:
         if self.dealt is not None:
             ids = torch.zeros_like(self.dealt.indices)
         self.batch = DeviceBatch(ids, ids, ids.float(), tokens)
+        numbers = torch.zeros(kind.micro_batch_size + 1, dtype=torch.float64, device=device)
         if model.num_experts:
-            numbers = torch.zeros(kind.micro_batch_size + 1, dtype=torch.float64, device=device)
-            self.batch = self.batch._replace(targets=numbers[1:]).balanced(numbers[0])
+            self.batch = self.batch._replace(targets=numbers[1:])
+        self.batch = self.batch.seeded(numbers[0])
 
     def take_sent(self) -> Counter[str]:
         """Return axis -> bytes sent since the last call."""
@@ -323,7 +327,7 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 y = traced.compute(x, traced.batch, True)
             forward, sent_forward = recorder.take(), traced.take_sent()
-            logits = traced.tracker.now["logits"]
+            logits = traced.tracker.peak["logits"]
             dy = torch.empty_like(y)
             if y.requires_grad:
                 gradient(y, x if kind.passes_gradient else None, dy)

@@ -87,6 +87,7 @@ class Context:
     kernels: Kernels = EAGER
     cp: Axis = field(default_factory=lambda: Axis("cp", [0], 0))  # the ranks that share the tokens of a sample
     ring: bool = False  # exchange keys and values in a ring, not all at once
+    loss_chunk: int = 0  # tokens whose logits are in memory together; 0: all of a micro-batch
     recomputed: frozenset[int] = frozenset()  # numbers of the blocks that backward computes again
     ep: Axis = field(default_factory=lambda: Axis("ep", [0], 0))  # the ranks that share a layer's experts
     expert_tp: Axis | None = None  # the ranks that share the inner width of an expert; None: tp
@@ -110,6 +111,7 @@ class Context:
             kernels=compiled(kernels, mesh.device) if training.compile else kernels,
             cp=mesh.cp,
             ring=config.parallel.cp_exchange == "ring",
+            loss_chunk=config.loss_chunk(mesh.device.type, mesh.tp.size),
             recomputed=recomputed,
             ep=mesh.ep,
             expert_tp=mesh.etp,
@@ -279,8 +281,9 @@ class DeviceBatch(NamedTuple):
     loss_mask: torch.Tensor  # [b, t] fp32, 1 where the target counts
     tokens: MicroBatchInfo
     targets: torch.Tensor | None = None  # number of targets of each whole sample, [b] fp64; None without experts
+    seed: torch.Tensor | None = None  # d objective / d loss, a scalar in fp64; None in an evaluation
 
-    def balanced(self, seed: torch.Tensor) -> DeviceBatch:
-        """Return the micro-batch with the numbers that balance losses need; seed: d objective / d loss, a scalar."""
-        assert self.targets is not None
-        return self._replace(tokens=self.tokens._replace(balance=Balance(self.targets, seed)))
+    def seeded(self, seed: torch.Tensor) -> DeviceBatch:
+        """Return the micro-batch of a training step; seed: d objective / d loss, with which its losses are derived."""
+        balance = None if self.targets is None else Balance(self.targets, seed)
+        return self._replace(seed=seed, tokens=self.tokens._replace(balance=balance))

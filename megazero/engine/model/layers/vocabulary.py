@@ -13,8 +13,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from megazero.engine.kernels.eager import LogitMap, wide
-from megazero.engine.mesh.collectives import MAX, AsyncTensor, Pending
+from megazero.engine.mesh.collectives import MAX, AsyncTensor
 from megazero.engine.model.layers.context import Context
+from megazero.engine.model.layers.norm import Norm
 from megazero.engine.model.layers.weight import GradWriter, Weight, handle_of
 from megazero.engine.options.schema import ModelConfig
 
@@ -78,12 +79,30 @@ class Output(NamedTuple):
         whole = tp.all_gather(padded, part.new_empty(tp.size * len(part), rows)).view(tp.size, len(part), rows)
         return whole.transpose(0, 1).reshape(len(part), -1)[:, : self.table.vocab_size]
 
-    def loss(self, x: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self,
+        x: torch.Tensor,
+        norm: Norm,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        seed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """x [T', h], labels [b, s] int64, weights [b, s] fp32 -> per sample the sum of weights x cross-entropy in nats.
 
-        The result is [b] in fp64, the same on all of tp.
+        The result is [b] in fp64, the same on all of tp. With a graph, all gradients are computed at once.
+
+        Args:
+            norm: of x, before the products.
+            seed: d objective / d loss, a scalar, the same for every sample; None: there will be no backward.
         """
-        return _VocabularyLoss.apply(x, self, labels, weights, handle_of(self))
+        if not torch.is_grad_enabled():
+            seed = None
+        return _VocabularyLoss.apply(x, norm, self, labels, weights, seed, handle_of(norm, self))
+
+    def chunks(self, num_tokens: int) -> list[slice]:
+        """Return the tokens whose logits are in memory together: --loss-chunk-tokens."""
+        each = self.table.context.loss_chunk or num_tokens
+        return [slice(at, min(at + each, num_tokens)) for at in range(0, num_tokens, each)]
 
 
 class _Lookup(torch.autograd.Function):
@@ -112,41 +131,81 @@ class _Lookup(torch.autograd.Function):
 
 
 class _VocabularyLoss(torch.autograd.Function):
-    """Logits, softmax and cross-entropy in one tensor of the logits' size, which backward overwrites by the gradient.
+    """Norm, logits, softmax and cross-entropy, a chunk of tokens at a time; and all of their gradients.
 
-    Logits are never sent. Two all-reduces carry the maxima [T], and the sums and the labels' logits [2, T].
+    The divisor of the loss is known before the forward, so a chunk's gradients are final at once: they overwrite its
+    logits, and these are freed before the next chunk. Backward returns the gradient of x. Logits are never sent: two
+    all-reduces of a chunk of C tokens carry the maxima [C], and the sums and the labels' logits [2, C].
     """
 
     @staticmethod
-    def forward(ctx, x, output, labels, weights, handle):
-        context, table, to_logits = output.table.context, output.table, output.to_logits
-        tp, kernels = context.tp, context.kernels.loss
-        logits = output.products(context.stream.start_unshard(x).wait())  # [T, v/tp]
-        allocation = context.tracker.allocate("logits", logits.numel() * logits.element_size())
-        columns = labels.flatten() - table.first_row  # [T]
-        peak, sums = kernels.sums(logits, columns, table.num_rows, to_logits)  # [T], [2, T]
-        highest = tp.all_reduce_(peak.clone(), op=MAX)
-        factor = (peak - highest).exp_()
-        sums[0] *= factor
-        tp.all_reduce_(sums)
-        log_sum = sums[0].log() + highest
-        loss = log_sum - sums[1]
-        ctx.save_for_backward(x, logits, kernels.kept(factor, sums[0], log_sum, to_logits), columns, weights)
-        ctx.output, ctx.context, ctx.allocation = output, context, allocation
-        return (loss.view_as(weights) * weights).sum(-1, dtype=torch.float64)
+    def forward(ctx, x, norm, output, labels, weights, seed, handle):
+        context = output.table.context
+        normed, *statistics = norm.normalise(x)
+        whole, labels = context.stream.start_unshard(normed).wait(), labels.flatten()
+        wanted = seed is not None and (ctx.needs_input_grad[0] or any(weight.trains for weight in norm.weights))
+        grad = _ChunkGradients(output, whole, weights, seed, wanted) if seed is not None else None
+        losses = [_chunk_losses(output, whole, labels, part, grad) for part in output.chunks(len(whole))]
+        if wanted:
+            dx = norm.input_grad(grad.reducing.wait(), None, x, *statistics)
+            if ctx.needs_input_grad[0]:
+                ctx.save_for_backward(dx)
+        return (torch.cat(losses).view_as(weights) * weights).sum(-1, dtype=torch.float64)
 
     @staticmethod
     def backward(ctx, dloss):
-        x, logits, kept, columns, weights = ctx.saved_tensors
-        context, (table, bias, to_logits) = ctx.context, ctx.output
-        unsharding = context.stream.start_unshard(x) if table.weight.trains else AsyncTensor(x, Pending())
-        scale = (weights.to(kept.dtype) * dloss.to(kept.dtype)[:, None]).flatten()  # [T]
-        dlogits = context.kernels.loss.grad_(logits, columns, table.num_rows, kept, scale, to_logits)
-        products = context.products
-        reducing = context.stream.start_reduce(products.input_grad(dlogits, table.weight.data))
-        whole = unsharding.wait()
-        table.weight.accumulate_grad(GradWriter(products.weight_grad, (whole, dlogits)))
+        return *(ctx.saved_tensors or (None,)), *(None,) * 6
+
+
+def _chunk_losses(
+    output: Output, whole: torch.Tensor, labels: torch.Tensor, part: slice, grad: _ChunkGradients | None
+) -> torch.Tensor:
+    """whole [T, h], labels [T] -> the loss of each of C tokens, [C] in fp32 or wider; `grad` takes their gradients."""
+    table, to_logits = output.table, output.to_logits
+    tp, kernels = table.context.tp, table.context.kernels.loss
+    logits = output.products(whole[part])  # [C, v/tp]
+    allocation = table.context.tracker.allocate("logits", logits.numel() * logits.element_size())
+    columns = labels[part] - table.first_row  # [C]
+    peak, sums = kernels.sums(logits, columns, table.num_rows, to_logits)  # [C], [2, C]
+    highest = tp.all_reduce_(peak.clone(), op=MAX)
+    factor = (peak - highest).exp_()
+    sums[0] *= factor
+    tp.all_reduce_(sums)
+    log_sum = sums[0].log() + highest
+    if grad is not None:
+        kept = kernels.kept(factor, sums[0], log_sum, to_logits)
+        grad.add(part, kernels.grad_(logits, columns, table.num_rows, kept, grad.scale[part].to(kept.dtype), to_logits))
+    allocation.end()
+    return log_sum - sums[1]
+
+
+class _ChunkGradients:
+    """The gradients of a micro-batch's products, from those of its chunks.
+
+    Attributes:
+        scale: d objective / d loss of each token, [T].
+        reducing: the sum over tp of the gradient of `whole`, in flight after the last chunk.
+    """
+
+    reducing: AsyncTensor
+
+    def __init__(
+        self, output: Output, whole: torch.Tensor, weights: torch.Tensor, seed: torch.Tensor, wanted: bool
+    ) -> None:
+        """wanted: compute the gradient of `whole` [T, h]."""
+        self.output, self.whole = output, whole
+        self.dwhole = torch.empty_like(whole) if wanted else None
+        exact = wide(whole)
+        self.scale = (weights.to(exact) * seed.to(exact)).flatten()
+
+    def add(self, part: slice, dlogits: torch.Tensor) -> None:
+        """dlogits [C, v/tp]"""
+        table, bias, _ = self.output
+        context, products = table.context, table.context.products
+        if self.dwhole is not None:
+            self.dwhole[part] = products.input_grad(dlogits, table.weight.data)
+            if part.stop == len(self.whole):  # while the last weight gradient is computed
+                self.reducing = context.stream.start_reduce(self.dwhole)
+        table.weight.accumulate_grad(GradWriter(products.weight_grad, (self.whole[part], dlogits)))
         if bias is not None:
             bias.add_grad(dlogits.sum(0, dtype=wide(dlogits)))
-        ctx.allocation.end()
-        return reducing.wait(), None, None, None, None

@@ -25,19 +25,11 @@ ROUTER_SUMS = 4
 
 
 class Use(Enum):
-    """Times at which a layer needs its weights: (kept from forward to backward, needed in backward)."""
+    """Times at which a layer needs its weights, and computes their gradients."""
 
-    LOOKUP = (False, False)  # embeddings: backward needs no weights
-    LAYER = (False, True)  # gathered for forward, and again for backward
-    HEAD = (True, True)  # its backward follows its forward at once: gathered once for both
-
-    @property
-    def keeps_weights(self) -> bool:
-        return self.value[0]
-
-    @property
-    def needs_weights_in_backward(self) -> bool:
-        return self.value[1]
+    LOOKUP = "lookup"  # embeddings: backward needs no weights
+    LAYER = "layer"  # gathered for forward, and again for backward
+    HEAD = "head"  # its forward computes all of its gradients, and its backward needs no weights
 
 
 class Declare(Protocol):

@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megazero.engine.plan.layout.layers import Use
 from megazero.engine.plan.layout.topology import Route
 from megazero.engine.plan.program.operations import (
     COMPUTE,
@@ -18,6 +19,7 @@ from megazero.engine.plan.program.operations import (
     Gather,
     GradNorm,
     Keep,
+    LayerOp,
     Op,
     Open,
     Ops,
@@ -117,28 +119,24 @@ def _uses(spec: RankSpec, ops: Ops) -> dict[str, list[int]]:
 def _intervals(spec: RankSpec, ops: Ops, uses: list[int], whole_step: bool) -> Iterator[tuple[int, int]]:
     """Yield the first and last operation of each interval that needs a unit's weights; see `Use`.
 
-    A block needs them in its Forward, and again from its Recompute to its Backward. An embedding needs them in Forward
-    only, the head from Forward to Backward. Intervals that overlap are joined.
+    A block needs them in its Forward, and again from its Recompute to its Backward. An embedding and the head need them
+    in Forward only. Intervals that overlap are joined.
 
     Args:
         uses: indices of the operations that compute with them.
         whole_step: one interval for the whole step.
     """
-    forward_at: dict[tuple[str, int], int] = {}
     recompute_at: int | None = None
     needs: list[tuple[int, int]] = []
     for at in uses:
         op = ops[at]
         assert isinstance(op, (Forward, Recompute, Backward))
-        use = spec.layers[op.layer].use
         if isinstance(op, Forward):
             needs.append((at, at))
-            forward_at[op.key] = at
         elif isinstance(op, Recompute):
             recompute_at = at
-        elif use.needs_weights_in_backward:
-            begin = at if recompute_at is None else recompute_at
-            needs.append((forward_at[op.key] if use.keeps_weights else begin, at))
+        elif spec.layers[op.layer].use is Use.LAYER:
+            needs.append((at if recompute_at is None else recompute_at, at))
             recompute_at = None
     first, last = None, -1
     for begin, end in sorted(needs):
@@ -192,7 +190,7 @@ def insert_reductions(spec: RankSpec, ops: Ops) -> Ops:
     """
     due: dict[str, dict[int, list[int]]] = {unit: {} for unit in spec.trained_units}  # unit -> micro-batch -> indices
     for at, op in enumerate(ops):
-        if isinstance(op, BackwardWeights) or (isinstance(op, Backward) and op.weights):
+        if isinstance(op, COMPUTE) and _adds_gradients(spec, op):
             for unit in spec.layers[op.layer].units:
                 if unit in due:
                     part = op.micro_batch if spec.reduces_each(unit) else -1
@@ -209,6 +207,12 @@ def insert_reductions(spec: RankSpec, ops: Ops) -> Ops:
             after.setdefault(made[-1], []).insert(0, Reduce(unit))  # units that end here: last of the forward first
             reduced_at = made[-1]
     return _weave(ops, before, after)
+
+
+def _adds_gradients(spec: RankSpec, op: LayerOp) -> bool:
+    if spec.layers[op.layer].use is Use.HEAD:
+        return isinstance(op, Forward) and op.graph
+    return isinstance(op, BackwardWeights) or (isinstance(op, Backward) and op.weights)
 
 
 def _weave(ops: Ops, before: dict[int, Ops], after: dict[int, Ops]) -> Ops:
