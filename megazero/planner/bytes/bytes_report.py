@@ -61,7 +61,7 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
         **shares,
         "activation_checkpoints": "" if activations.checkpoint_in_cpu else kept,
         "buffers": f"arena of gathered weights, buckets, unreduced gradients, messages, rotary tables{arenas}",
-        "logits": f"{w} b {tokens} v / tp",
+        "logits": f"{w} C v / tp, of a chunk of C tokens",
         "peak": "highest sum of all these but activations",
         "host": " + ".join(host),
     }

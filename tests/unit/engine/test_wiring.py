@@ -392,6 +392,7 @@ GENERATED: dict[str, Call] = {
         "selective": False,
         "products": TORCH,
         "kernels": EAGER,
+        "loss_chunk": 0,
         "recomputed": frozenset(),
         "ep": Kind("_HAS_DEFAULT_FACTORY_CLASS"),  # each rank has all experts
         "expert_tp": None,
@@ -443,6 +444,7 @@ def test_layers_are_built_with_the_runs_own_context(runs: Runs) -> None:
         "kernels": EAGER,
         "cp": engine.mesh.cp,
         "ring": False,
+        "loss_chunk": 16131,
         "recomputed": frozenset(range(3)),
         "ep": engine.mesh.ep,
         "expert_tp": engine.mesh.etp,

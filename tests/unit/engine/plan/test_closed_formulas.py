@@ -127,8 +127,15 @@ class Closed:
             "gradients": self.g * self.psi // owners,
             "activation_checkpoints": 0 if on_host else self.kept(),
             "host": self.kept() if on_host else 0,
-            "logits": self.w * self.b * self.tokens * self.vocabulary * self.live * self.last,
+            "logits": self.w * min(self.chunk, self.b * self.tokens) * self.vocabulary * self.last,
         }
+
+    @property
+    def chunk(self) -> int:
+        """Tokens whose logits exist at once: given, or those of 32 MB, at least 128; all, if sums would be rounded."""
+        given, rows = self.config.activations.loss_chunk_tokens, math.ceil(self.config.model.vocab_size / self.t)
+        chosen = 0 if self.g == 2 else max(128, 2**25 // (rows * self.w))
+        return (given if given >= 0 else chosen) or self.b * self.tokens
 
     def adjacent(self, layers: list[list[str]]) -> int:
         """The most elements of a layer's units or, with overlap, of two layers that follow each other."""
@@ -213,7 +220,8 @@ class Closed:
 
         A block has two sums forward and two backward (Narayanan); with sequence parallelism a gather and a
         reduce-scatter for each, and two more gathers, of inputs that are not kept whole (Korthikanti). Full recompute
-        runs all but the last sum again. The head has one sum backward, the token table one forward. The loss adds up
+        runs all but the last sum again. The head has one sum of gradients, and with
+        sequence parallelism one gather; the token table one sum forward. The loss adds up
         12 bytes a token: maxima, exponentials and picked logits. With sequence parallelism the gradients of replicated
         weights (norms, biases after a sum, positions) are summed once; the formula is a mean, because owners differ.
         """
@@ -224,7 +232,7 @@ class Closed:
             block += bool(self.config.activations.partition_activations)
         passes = block * self.blocks
         passes += self.first * 2  # with sequence parallelism a reduce-scatter, and the gather of its gradient
-        passes += self.last * (3 if self.sp else 2)
+        passes += self.last * 2
         loss = self.last * 2 * 12 * self.b * self.s / self.c
         total = self.M * ring * (passes * self.w * self.b * self.s / self.c * self.h + loss)
         if self.sp:
@@ -303,11 +311,9 @@ def draw(seed: int) -> tuple[Config, Layout]:
             partition_activations=full and tp > 1 and not sp and r.random() < 0.5,
             checkpoint_in_cpu=full and r.random() < 0.3,
             contiguous_checkpointing=full and r.random() < 0.3,
+            loss_chunk_tokens=r.choice([-1, 0, 1, 13]),
         ),
     )
-    if zero == 3 and config.parallel.pipeline_schedule == "gpipe":
-        # Under gpipe the head's units stay gathered from the first forward to the last backward.
-        config = replace(config, parallel=replace(config.parallel, pipeline_schedule="1f1b"))
     if zero >= 2 and r.random() < 0.3:
         once = {"zero_reduce_every": "step"} | ({"zero_gather_every": "step"} if zero == 3 else {})
         config = replace(config, zero=replace(config.zero, **once))

@@ -54,6 +54,7 @@ FLIPPED = {
         f"{EXPERTS} --moe-shared-expert-intermediate-size 100",
     ),
     "micro-batch-size": ("--micro-batch-size 2", ""),
+    "loss-chunk-tokens": ("--loss-chunk-tokens 3", ""),
     "global-batch-size": ("--global-batch-size 32", ""),
     "train-iters": ("--train-iters 10", "--lr-decay-style linear"),
     "precision": ("--precision bf16", ""),

@@ -54,15 +54,6 @@ def test_uses(untied: bool) -> None:
             assert {name for _, names in uses.values() for name in names} == set(spec.units), "an unused unit"
 
 
-def test_what_a_use_keeps() -> None:
-    """(kept from forward to backward, needed in backward)"""
-    assert {use.name: use.value for use in Use} == {
-        "LOOKUP": (False, False),
-        "LAYER": (False, True),
-        "HEAD": (True, True),
-    }
-
-
 def test_a_choice_of_when() -> None:
     once = ZeroConfig(zero_stage=3, zero_reduce_every="step", zero_gather_every="step")
     assert ZeroPolicy.for_stage(once, 2) == ZeroPolicy(True, False, True, gathers_once=True)

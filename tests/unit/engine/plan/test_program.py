@@ -123,12 +123,13 @@ def test_everything_used_is_present() -> None:
                 kept.remove(op.key)
             elif isinstance(op, COMPUTE):
                 layer = spec.layers[op.layer]
-                needs = isinstance(op, (Forward, Recompute)) or (
-                    isinstance(op, Backward) and layer.use.needs_weights_in_backward
-                )
+                needs = isinstance(op, (Forward, Recompute)) or (isinstance(op, Backward) and layer.use is Use.LAYER)
                 if needs:
                     assert {unit for unit in layer.units if spec.policy(unit).parameters} <= present
-                if isinstance(op, BackwardWeights) or (isinstance(op, Backward) and op.weights):
+                derives = isinstance(op, BackwardWeights) or (isinstance(op, Backward) and op.weights)
+                if layer.use is Use.HEAD:
+                    derives = isinstance(op, Forward) and op.graph
+                if derives:
                     assert {u for u in layer.units if spec.units[u].trains} <= opened
                 if isinstance(op, Recompute):
                     assert op.key in kept
