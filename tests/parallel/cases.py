@@ -99,6 +99,7 @@ class Case(NamedTuple):
     host: bool = False
     md: bool = False
     sp: bool = False
+    loss_chunk: int = 0
     compile: bool = False
     schedule: str = "1f1b"
     micro_batches: int = 2
@@ -148,6 +149,7 @@ class Case(NamedTuple):
             (self.backlog, f"backlog{self.backlog}"),
             (recompute, recompute),
             *((getattr(self, name), name) for name in ("pa", "host", "md", "sp", "compile")),
+            (self.loss_chunk, f"chunk{self.loss_chunk}"),
             (self.precision not in ("fp32", "fp64"), self.precision),
             (self.grad_dtype != "fp32", "grad16"),
             *((True, f"{name}={value}") for name, value in self.options),
@@ -194,7 +196,7 @@ class Case(NamedTuple):
                 master_weights=self.masters,
             ),
             zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True, **dict(self.options)),
-            activations=ActivationConfig(self.recompute, self.pa, self.host, self.md),
+            activations=ActivationConfig(self.recompute, self.pa, self.host, self.md, self.loss_chunk),
             data=replace(RESETS[self.reset], data_path=("1", "some") * self.corpora * (self.corpora > 1)),
         )
         parallel = replace(

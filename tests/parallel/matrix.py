@@ -50,6 +50,7 @@ FACTORS: Factors = {
     "host": (False, True),
     "md": (False, True),
     "sp": (False, True),
+    "loss_chunk": (0, 7, 1),  # tokens whose logits exist together; the last chunk is shorter, or has no target
     "compile": (False, True),
     "dropout": (False, True),
     "untied": (False, True),
@@ -74,7 +75,7 @@ NUMBERS: Factors = {
     **dict.fromkeys(LAYOUT, (1, 2)),
     "precision": ("fp32", "bf16", "fp16"),
     "grad_dtype": ("fp32", "bf16", "fp16"),
-    **{name: FACTORS[name] for name in ("zero", "recompute", "pa", "sp", "untied")},
+    **{name: FACTORS[name] for name in ("zero", "recompute", "pa", "sp", "loss_chunk", "untied")},
     "optimizer": ("adamw", *ON_HOST),
     "micro_batches": (1, 3),
     "reduce_bucket_size": (40_000_000, 3000),
@@ -110,7 +111,10 @@ WITH_EXPERTS: Factors = {
     "schedule": ("1f1b", "zero-bubble"),
     "micro_batches": (1, 3),
     **{name: FACTORS[name] for name in ("zero", "zero_shard_size", "zero_reduce_every", "zero_gather_every")},
-    **{name: FACTORS[name] for name in ("reduce_bucket_size", "overlap_comm", "recompute", "pa", "host", "sp")},
+    **{
+        name: FACTORS[name]
+        for name in ("reduce_bucket_size", "overlap_comm", "recompute", "pa", "host", "sp", "loss_chunk")
+    },
     **{name: FACTORS[name] for name in ("dropout", "frozen", "seq_length", "reset", "short")},
     "architecture": ("llama, 2 groups", "qwen3", "gemma2"),
     "optimizer": ("adamw", "muon", *ON_HOST),
@@ -139,7 +143,10 @@ ON_GPU: Factors = {
         name: FACTORS[name]
         for name in ("exchange", "schedule", "zero", "zero_reduce_every", "zero_gather_every", "overlap_comm")
     },
-    **{name: FACTORS[name] for name in ("recompute", "pa", "host", "md", "sp", "dropout", "untied", "frozen")},
+    **{
+        name: FACTORS[name]
+        for name in ("recompute", "pa", "host", "md", "sp", "loss_chunk", "dropout", "untied", "frozen")
+    },
     "optimizer": ("adamw", "muon", *ON_HOST),
     "moments": ("fp32", "bf16", "int8"),
     "masters": ("fp32", "split"),

@@ -9,6 +9,7 @@ from megazero.engine.memory import BLOCKS
 from megazero.engine.model.stage import declare
 from megazero.engine.options.batch_sizes import micro_batches
 from megazero.engine.options.schema import Config, ModelConfig
+from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.layout.layers import active_parameters, layer_costs, num_parameters
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import sharding_groups
@@ -30,13 +31,13 @@ class ReportRow(NamedTuple):
 def report_rows(config: Config, layout: Layout, device_type: str = "cpu") -> list[ReportRow]:
     """List every kind of memory of rank 0, then its traffic in an iteration."""
     found = stage_bytes(config, layout, 0, device_type)
-    formulas = _memory_formulas(config, layout) | _traffic_formulas(config, layout, found)
+    formulas = _memory_formulas(config, layout, device_type) | _traffic_formulas(config, layout, found)
     numbers = {"activations": found.activations} | found.memory
     numbers |= {f"{kind} traffic": num_bytes for kind, num_bytes in found.traffic.items()}
     return [ReportRow(kind, num_bytes, formulas[kind]) for kind, num_bytes in numbers.items()]
 
 
-def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
+def _memory_formulas(config: Config, layout: Layout, device_type: str) -> dict[str, str]:
     states = [States.of_group(config, group) for group in sharding_groups(config, layout).values()]
     rules, none = config.optimizer.rules, dict.fromkeys(("optimizer", "gradients", "nvme"), "")
     others = f", of tables and vectors {Rates.of(config, rules.others).optimizer} Psi" if len(rules.rules) > 1 else ""
@@ -44,6 +45,8 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
     activations, full = config.activations, config.activations.recompute == "full"
     parts = f" / {layout.tp}" if activations.partition_activations or config.parallel.sequence_parallel else ""
     tokens = f"s / {layout.cp}" if layout.cp > 1 else "s"
+    chunk = config.loss_chunk(device_type, layout.tp)
+    rows = str(chunk) if 0 < chunk < rank_tokens(config, layout) else f"b {tokens}"
     kept = f"{w} b {tokens} h{parts} for each block and micro-batch in flight" if full else ""
     arenas = ", arenas" if activations.contiguous_checkpointing else ""
     shares = {
@@ -61,7 +64,7 @@ def _memory_formulas(config: Config, layout: Layout) -> dict[str, str]:
         **shares,
         "activation_checkpoints": "" if activations.checkpoint_in_cpu else kept,
         "buffers": f"arena of gathered weights, buckets, unreduced gradients, messages, rotary tables{arenas}",
-        "logits": f"{w} C v / tp, of a chunk of C tokens",
+        "logits": f"{w} {rows} v / tp",
         "peak": "highest sum of all these but activations",
         "host": " + ".join(host),
     }

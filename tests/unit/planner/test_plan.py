@@ -356,7 +356,7 @@ def test_a_plan_refuses(flags: str, said: str) -> None:
 @for_each(
     "model, flags, said, offered",
     [
-        ("gpt2-345m", "--micro-batch-size 32", "it fits with {}", "--recompute full"),
+        ("gpt2-345m", "--micro-batch-size 32", "it fits with {}", "--recompute selective"),
         (
             "llama-7b",
             "",
@@ -366,7 +366,7 @@ def test_a_plan_refuses(flags: str, said: str) -> None:
         (
             "llama-7b",
             "--optimizer muon",
-            "--preset llama-1b {} is the largest preset that fits",
+            "--preset llama-3.2-1b {} is the largest preset that fits",
             "--micro-batch-size 1 --recompute full",
         ),
     ],

@@ -106,7 +106,7 @@ def test_formulas_come_to_the_bytes_beside_them(zero: int, shards: int, once: bo
         training=TrainingConfig(5, 60, precision=precision, grad_dtype=precision),  # type: ignore[arg-type]
         parallel=ParallelConfig(tensor_model_parallel_size=2),
         zero=ZeroConfig(zero, zero_shard_size=shards, **every if once else {}),  # type: ignore[arg-type]
-        activations=FULL,
+        activations=replace(FULL, loss_chunk_tokens=13 * once),
     )
     config, layout = resolve(config, 8, 0, declare)
     names = {

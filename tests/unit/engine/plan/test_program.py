@@ -20,6 +20,7 @@ from megazero.engine.options.schema import (
     ZeroConfig,
 )
 from megazero.engine.plan.layout.flat_layout import ALIGN
+from megazero.engine.plan.layout.layers import Use
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import ShardingGroup
 from megazero.engine.plan.program.operations import (
