@@ -251,10 +251,11 @@ def test_losses_of_a_blends_corpora_are_those_of_every_layout(case: Case, ranks)
 # was summed; so after updates no precision gives as much. The most that was seen on two ranks of an Intel CPU:
 #     fp32 6e-9, 3e-8, 3e-7, 6e-6 (plain PyTorch in fp32, one process: 1e-7, 8e-8, 5e-7, 9e-6; ours up to 2e-5)
 #     bf16 3e-4, 4e-3, 1e-3, 7e-2    fp16 3e-5, 5e-4, 3e-3, 4e-2
+# The norm depends on the case: with one micro-batch of a llama with untied tables, plain PyTorch in fp32 has 1.5e-4.
 # A llama's loss rises at first at this learning rate, and moves further: in one process in bf16 2e-4, 3e-3, 7e-3, 0.14.
 NEAR = {
     "fp64": (TOLERANCE,) * 4,
-    "fp32": (1e-6, 1e-6, 5e-6, 1e-4),
+    "fp32": (1e-6, 1e-6, 5e-6, 2**-10),
     "bf16": (2**-9, 2**-7, 2**-8, 2**-2),
     "fp16": (2**-12, 2**-9, 2**-7, 2**-2),
 }

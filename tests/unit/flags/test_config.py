@@ -773,7 +773,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     *(
         ({flag.replace("-", "_"): -1}, 1, 9, f"--{flag} -1: must (not be negative|be more than [01]|be at least 1)")
         for flag, (_, kind, *_) in flags().items()
-        if kind in (int, float) and flag != "seed"
+        if kind in (int, float) and flag not in ("seed", "loss-chunk-tokens")  # -1 is a choice of theirs
     ),
     *(
         ({flag.replace("-", "_"): value}, 1, 9, f"--{flag} {value}: must be finite")
