@@ -124,6 +124,7 @@ class Kind(NamedTuple):
     expert_tp: int = 0
     imbalance: float = 1.0  # of the ranks of ep, see `Axis`
     loss_chunk: int = 0  # of the head, see `Context`
+    trains: bool = True  # False: an evaluation, in which the head computes no gradients
 
     @property
     def small(self) -> bool:
@@ -179,6 +180,7 @@ class Kind(NamedTuple):
             ep=layout.ep,
             expert_tp=layout.expert_tp,
             loss_chunk=config.loss_chunk(device_type, layout.tp) if layer.use is Use.HEAD else 0,
+            trains=config.trains,
             imbalance=min(config.plan.moe_plan_imbalance, layout.ep),  # at most all rows arrive at one rank
         )
 
@@ -278,7 +280,8 @@ class Traced:
         numbers = torch.zeros(kind.micro_batch_size + 1, dtype=torch.float64, device=device)
         if model.num_experts:
             self.batch = self.batch._replace(targets=numbers[1:])
-        self.batch = self.batch.seeded(numbers[0])
+        if kind.trains:
+            self.batch = self.batch.seeded(numbers[0])
 
     def take_sent(self) -> Counter[str]:
         """Return axis -> bytes sent since the last call."""
@@ -329,7 +332,7 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
             forward, sent_forward = recorder.take(), traced.take_sent()
             logits = traced.tracker.peak["logits"]
             dy = torch.empty_like(y)
-            if y.requires_grad:
+            if y.requires_grad and kind.trains:
                 gradient(y, x if kind.passes_gradient else None, dy)
             backward, sent_backward = recorder.take(), traced.take_sent()
             with torch.no_grad():

@@ -144,8 +144,12 @@ class _VocabularyLoss(torch.autograd.Function):
         normed, *statistics = norm.normalise(x)
         whole, labels = context.stream.start_unshard(normed).wait(), labels.flatten()
         wanted = seed is not None and (ctx.needs_input_grad[0] or any(weight.trains for weight in norm.weights))
-        grad = _ChunkGradients(output, whole, weights, seed, wanted) if seed is not None else None
-        losses = [_chunk_losses(output, whole, labels, part, grad) for part in output.chunks(len(whole))]
+        grad = None
+        if seed is not None:
+            exact = wide(whole)
+            grad = _ChunkGradients(output, whole, scale=weights.to(exact) * seed.to(exact), wanted=wanted)
+        parts = output.chunks(len(whole))
+        losses = [_chunk_losses(output, whole[part], labels[part], part=part, grad=grad) for part in parts]
         if wanted:
             dx = norm.input_grad(grad.reducing.wait(), None, x, *statistics)
             if ctx.needs_input_grad[0]:
@@ -158,14 +162,14 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 def _chunk_losses(
-    output: Output, whole: torch.Tensor, labels: torch.Tensor, part: slice, grad: _ChunkGradients | None
+    output: Output, x: torch.Tensor, labels: torch.Tensor, part: slice, grad: _ChunkGradients | None
 ) -> torch.Tensor:
-    """whole [T, h], labels [T] -> the loss of each of C tokens, [C] in fp32 or wider; `grad` takes their gradients."""
+    """x [C, h], labels [C]: tokens `part` -> their losses, [C] in fp32 or wider; `grad` takes their gradients."""
     table, to_logits = output.table, output.to_logits
     tp, kernels = table.context.tp, table.context.kernels.loss
-    logits = output.products(whole[part])  # [C, v/tp]
+    logits = output.products(x)  # [C, v/tp]
     allocation = table.context.tracker.allocate("logits", logits.numel() * logits.element_size())
-    columns = labels[part] - table.first_row  # [C]
+    columns = labels - table.first_row  # [C]
     peak, sums = kernels.sums(logits, columns, table.num_rows, to_logits)  # [C], [2, C]
     highest = tp.all_reduce_(peak.clone(), op=MAX)
     factor = (peak - highest).exp_()
@@ -174,7 +178,7 @@ def _chunk_losses(
     log_sum = sums[0].log() + highest
     if grad is not None:
         kept = kernels.kept(factor, sums[0], log_sum, to_logits)
-        grad.add(part, kernels.grad_(logits, columns, table.num_rows, kept, grad.scale[part].to(kept.dtype), to_logits))
+        grad.add(part, kernels.grad_(logits, columns, table.num_rows, kept, grad.scale[part], to_logits))
     allocation.end()
     return log_sum - sums[1]
 
@@ -183,20 +187,16 @@ class _ChunkGradients:
     """The gradients of a micro-batch's products, from those of its chunks.
 
     Attributes:
-        scale: d objective / d loss of each token, [T].
+        scale: d objective / d loss of each token, [T] in fp32 or wider.
         reducing: the sum over tp of the gradient of `whole`, in flight after the last chunk.
     """
 
     reducing: AsyncTensor
 
-    def __init__(
-        self, output: Output, whole: torch.Tensor, weights: torch.Tensor, seed: torch.Tensor, wanted: bool
-    ) -> None:
+    def __init__(self, output: Output, whole: torch.Tensor, scale: torch.Tensor, wanted: bool) -> None:
         """wanted: compute the gradient of `whole` [T, h]."""
-        self.output, self.whole = output, whole
+        self.output, self.whole, self.scale = output, whole, scale.flatten()
         self.dwhole = torch.empty_like(whole) if wanted else None
-        exact = wide(whole)
-        self.scale = (weights.to(exact) * seed.to(exact)).flatten()
 
     def add(self, part: slice, dlogits: torch.Tensor) -> None:
         """dlogits [C, v/tp]"""

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 from typing import Protocol
 
 from megazero.engine.options.schema import ActivationConfig, ModelConfig
@@ -27,9 +27,9 @@ ROUTER_SUMS = 4
 class Use(Enum):
     """Times at which a layer needs its weights, and computes their gradients."""
 
-    LOOKUP = "lookup"  # embeddings: backward needs no weights
-    LAYER = "layer"  # gathered for forward, and again for backward
-    HEAD = "head"  # its forward computes all of its gradients, and its backward needs no weights
+    LOOKUP = auto()  # embeddings: backward needs no weights
+    LAYER = auto()  # gathered for forward, and again for backward
+    HEAD = auto()  # its forward computes all of its gradients, and its backward needs no weights
 
 
 class Declare(Protocol):

@@ -219,13 +219,16 @@ def _weave(ops: Ops, before: dict[int, Ops], after: dict[int, Ops]) -> Ops:
     return [op for at, own in enumerate(ops) for op in (*before.get(at, ()), own, *after.get(at, ()))]
 
 
-def _layer_before(ops: Ops) -> list[int]:
+def _layer_before(spec: RankSpec, ops: Ops) -> list[int]:
     """Return, for each operation, the index at which the previous layer's computation starts.
 
-    A Recompute and its Backward are one computation.
+    A Recompute and its Backward are one computation. The head's Backward is none.
     """
     found, begin, then, key = [], 0, 0, None
     for at, op in enumerate(ops):
+        if isinstance(op, Backward) and spec.layers[op.layer].use is Use.HEAD:
+            found.append(begin)
+            continue
         if isinstance(op, COMPUTE) and key != (op.key, isinstance(op, Forward)):
             key = op.key, isinstance(op, Forward)
             begin, then = then, at
@@ -238,7 +241,7 @@ def start_early(spec: RankSpec, ops: Ops) -> Ops:
 
     Transfers are always split, because two blocking sends can deadlock.
     """
-    early, overlap = _layer_before(ops), spec.overlap
+    early, overlap = _layer_before(spec, ops), spec.overlap
     released: dict[str, int] = {}  # unit -> earliest index of its next gather
     started: dict[int, Ops] = {}  # index -> operations started before it
     reducing: dict[str, list[str]] = {}  # sharding group -> units whose reduction is in flight

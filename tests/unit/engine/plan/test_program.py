@@ -155,6 +155,7 @@ def test_gathers_and_receives_start_one_layer_ahead() -> None:
     for at, op in enumerate(ops):
         if isinstance(op, Start) and isinstance(op.op, Gather):
             between = [o for o in ops[at : ops.index(Wait(op.op), at)] if isinstance(o, COMPUTE)]
+            between = [o for o in between if not (isinstance(o, Backward) and o.layer == "head")]  # computes nothing
             at_the_start = not any(isinstance(o, COMPUTE) for o in ops[:at])
             # after the loss the last block waits: head and block before it hold the two slots of their size
             assert len(between) == 1 or at_the_start, (name_of(op), [name_of(o) for o in between])
