@@ -27,9 +27,9 @@ gptj's, is tested with values of its options that are no defaults:
 
 | test | it shows |
 |---|---|
-| [`unit/test_families.py`](../../tests/unit/engine/model/test_families.py) | logits and gradients of transformers' class, in fp64 \
+| [`unit/engine/model/test_families.py`](../../tests/unit/engine/model/test_families.py) | logits and gradients of transformers' class, in fp64 \
 to 1e-10 and in fp32; its configuration there and back; its number of parameters; `--plan` |
-| [`unit/test_presets.py`](../../tests/unit/flags/test_presets.py) | the published sizes of its presets, and their number of \
+| [`unit/flags/test_presets.py`](../../tests/unit/flags/test_presets.py) | the published sizes of its presets, and their number of \
 weights in transformers |
 | [`parallel/test_families.py`](../../tests/parallel/test_families.py) | plain PyTorch's losses and norms in fp64 in \
 four layouts, and the predicted bytes |
