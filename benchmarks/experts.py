@@ -38,12 +38,13 @@ from benchmarks import peers
 from benchmarks.peers import System, Training
 from benchmarks.processes import Job, alive, isolate, quotients, shown, take_turns
 from megazero.engine.kernels.grouped import GroupedProducts, RowGroups
-from megazero.engine.kernels.matmul import Products, has_onednn
+from megazero.engine.kernels.matmul import Products
 from megazero.engine.mesh.collectives import AsyncTensor
 from megazero.engine.model.dispatch import Dispatch, SortedRows
 from megazero.engine.model.experts import experts as layers
 from megazero.engine.model.experts.router import Router
 from megazero.engine.options.schema import Config
+from megazero.torch_private import has_onednn
 
 LOSS_GAP = 1e-4  # relative, in fp32
 REST, WAITS = "the rest of the step", "waits"

@@ -2,7 +2,8 @@
 """Time of every Triton kernel next to torch's operators, and bytes per second that it has to move.
 
 The two take turns, each behind a pass over a buffer larger than the GPU's cache; medians. The first table shows
-which kernels deserve their place in `engine.kernels.kernel_table.TRITON`: a ratio above 1, and most of the memory's bandwidth.
+which kernels deserve their place in `engine.kernels.kernel_table.TRITON`: a ratio above 1, and most of the memory's
+bandwidth.
 Without a GPU it runs at a tiny size in Triton's interpreter, only to test the code. Example:
 
     python -m benchmarks.kernels --tokens 8192 --hidden 1600 --vocabulary 50257

@@ -36,7 +36,7 @@ from rich.table import Table
 
 from benchmarks.processes import Job, Processes, alive, isolate, quotients, shown, take_turns
 from benchmarks.stacks import SYSTEMS, Work
-from megazero.engine.kernels.matmul import has_onednn
+from megazero.torch_private import has_onednn
 
 GAP = 1e-4  # relative L2 distance from plain blocks
 VOCABULARY = 128  # megazero's model has a token table, frozen and never looked up

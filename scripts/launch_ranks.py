@@ -13,13 +13,13 @@ import sys
 import time
 from pathlib import Path
 
-import elastic_agent
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megazero.cluster.elastic import node_agent
 from megazero.cluster.listening import LOOPBACK, host_store
 
 LAST_LINES = 20  # of the stderr of a rank that failed without a message
@@ -39,10 +39,10 @@ def main(log_dir: Path, wait_minutes: str, arguments: list[str]) -> int:
             logger.handlers = [file]
     try:
         if wait_minutes:
-            elastic_agent.run(log_dir, arguments, 60 * float(wait_minutes), lambda error: report(error, log_dir))
+            node_agent.run_agent(log_dir, arguments, 60 * float(wait_minutes), lambda error: report(error, log_dir))
         else:
             run_alone(log_dir, arguments)
-    except elastic_agent.Ended as end:
+    except node_agent.Ended as end:
         print(f"\nlaunch.sh: {end}", file=sys.stderr)
         return end.code
     except ChildFailedError as error:

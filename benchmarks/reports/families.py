@@ -20,17 +20,19 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results" / "families.md"
 HEAD = """# Families
 Made by `python -m benchmarks.reports.families`. A family is a row of `ARCHITECTURES` in
-[`megazero/engine/options/architectures.py`](../../megazero/engine/options/architectures.py) and, if transformers has it, a row of
-`MODELS` in [`megazero/interop/huggingface/families.py`](../../megazero/interop/huggingface/families.py);
+[`megazero/engine/options/architectures.py`](../../megazero/engine/options/architectures.py) and, if transformers
+has it, a row of `MODELS` in
+[`megazero/interop/huggingface/families.py`](../../megazero/interop/huggingface/families.py);
 [how to add one](../extending.md#add-an-architecture). Every family of the table except `parallel`, whose layers are
 gptj's, is tested with values of its options that are no defaults:
 
 | test | it shows |
 |---|---|
-| [`unit/engine/model/test_families.py`](../../tests/unit/engine/model/test_families.py) | logits and gradients of transformers' class, in fp64 \
-to 1e-10 and in fp32; its configuration there and back; its number of parameters; `--plan` |
-| [`unit/flags/test_presets.py`](../../tests/unit/flags/test_presets.py) | the published sizes of its presets, and their number of \
-weights in transformers |
+| [`unit/engine/model/test_families.py`](../../tests/unit/engine/model/test_families.py) | logits and gradients of \
+transformers' class, in fp64 to 1e-10 and in fp32; its configuration there and back; its number of parameters; \
+`--plan` |
+| [`unit/flags/test_presets.py`](../../tests/unit/flags/test_presets.py) | the published sizes of its presets, and \
+their number of weights in transformers |
 | [`parallel/test_families.py`](../../tests/parallel/test_families.py) | plain PyTorch's losses and norms in fp64 in \
 four layouts, and the predicted bytes |
 | [`end_to_end/test_huggingface_families.py`](../../tests/end_to_end/test_huggingface_families.py) | export, import, \
@@ -166,8 +168,8 @@ def page() -> Iterator[str]:
     columns = ["architecture", "`model_type` and class of transformers", "structure", "defaults", "presets"]
     yield markdown([*columns, "lines"], rows)
     yield f"""
-Lines: of its row in `config/architectures.py`, and of its rows in `huggingface/families.py`, each with the constants
-and functions that it alone uses. Several families share {traits[1]} and {theirs[1]} more.
+Lines: of its row in `engine/options/architectures.py`, and of its rows in `interop/huggingface/families.py`, each with
+the constants and functions that it alone uses. Several families share {traits[1]} and {theirs[1]} more.
 """
 
 

@@ -20,6 +20,7 @@ from megazero.flags.flag_names import flags
 from megazero.flags.foreign.flag_table import FLAGS, Foreign, kebab, read_table, read_values
 from megazero.flags.foreign.translate import Answer, Translated, is_ours, split_items, translate
 from megazero.flags.foreign.value_conversions import CONVERSIONS
+from megazero.flags.help import FAMILY, help_of
 from megazero.flags.resolve import resolve
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "flags.md"
@@ -118,6 +119,12 @@ def value_list() -> str:
     return "\n".join(f"- {', '.join(names)}: {here}" for here, names in lines.items())
 
 
+def family_table() -> str:
+    """Format the flags that no help lists: flag, default and meaning."""
+    rows = ((f"`--{name}`", str(flags()[name].default), help_of(name)) for name in FAMILY)
+    return markdown(("flag", "default", "meaning"), list(rows))
+
+
 def blocks() -> Iterator[tuple[str, str]]:
     """Yield the names of the page's blocks, and their texts."""
     yield "scripts", script_table()
@@ -127,6 +134,7 @@ def blocks() -> Iterator[tuple[str, str]]:
     yield "values", value_list()
     yield "nothing to do", flag_list([entry for entry in entries if entry.by in needless])
     yield "refused", flag_list([entry for entry in entries if entry.by in refused])
+    yield "family", family_table()
 
 
 if __name__ == "__main__":

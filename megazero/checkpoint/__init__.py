@@ -1,6 +1,6 @@
 """Sharded checkpoints that any layout can load: saved once by all ranks, committed by a rename, proven whole.
 
-Besides `comm`, the only package that may import torch.distributed.
+Begin with `api`.
 """
 
 from megazero.checkpoint.api import fill, find, load, lock, read_state, save

@@ -1,4 +1,4 @@
-"""Notes between a rank and the agent of its node (scripts/elastic_agent.py), which ends and starts ranks of --elastic.
+"""Notes between a rank and the agent of its node (`elastic.node_agent`), which ends and starts ranks of --elastic.
 
 Each note is a file in a folder of the node that MEGAZERO_AGENT names. So they need no store, which may be gone, and no
 collective, which may hang.

@@ -17,6 +17,7 @@ from megazero.cluster.launch import exit_now
 from megazero.cluster.meeting import within
 from megazero.engine.mesh.peer_errors import PeerLost, ranks_text
 from megazero.log import log
+from megazero.torch_private import default_store
 from megazero.world import World, agent_store, report_to_launcher
 
 CAUSE_KEY = "failure"  # message of the first rank that failed, hung or lost a peer
@@ -69,7 +70,8 @@ def ending_with_peers(
         patience: time for this rank to fail by itself, with a message of its own.
     """
     done = threading.Event()
-    store = within(STORE_SECONDS, lambda: _store().clone())  # a connection of its own: the other may be blocked
+    # A connection of its own: the other may be blocked.
+    store = within(STORE_SECONDS, lambda: default_store().clone())  # type: ignore[attr-defined]
 
     def watch() -> None:
         cause = ""
@@ -127,7 +129,7 @@ def hang_text(places: Mapping[int, str], size: int, hosts: Sequence[str]) -> str
 
 def _places(world: World, place: str, patience: float) -> dict[int, str]:
     """Leave this rank's place in the store, and collect those of the other ranks."""
-    store, places = _store(), {world.rank: place}
+    store, places = default_store(), {world.rank: place}
     store.set(f"hang/{world.rank}", place)
     _leave(f"rank {world.rank}: {place}", CAUSE_KEY)
     deadline = time.monotonic() + patience
@@ -145,7 +147,7 @@ def _places(world: World, place: str, patience: float) -> dict[int, str]:
 
 
 def _ask(world: World, lost: PeerLost) -> str:
-    store = _store()
+    store = default_store()
     store.set(f"alive/{world.rank}", "")
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
@@ -163,13 +165,9 @@ def _ask(world: World, lost: PeerLost) -> str:
     return finding
 
 
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
-
-
 def _leave(message: str, *keys: str) -> None:
     for key in keys:
-        _store().compare_set(key, "", message)  # the first one stays
+        default_store().compare_set(key, "", message)  # the first one stays
 
 
 def _stopping(cause: str) -> str:

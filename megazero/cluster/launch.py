@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ def make_deterministic() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it
     os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")  # they sum inside switches, in no fixed order
-    settings = torch.utils.deterministic
+    settings: Any = torch.utils.deterministic
     settings.fill_uninitialized_memory = False  # costs time; nothing reads such memory
     torch.use_deterministic_algorithms(True)
 

@@ -89,8 +89,7 @@ class LocalRanks:
         while len(found) < self.world:
             open_ranks = {self._connections[r]: r for r in range(self.world) if r not in found and r not in failed}
             ready = wait(list(open_ranks), timeout=max(0.0, until - time.monotonic()))
-            for connection in ready:
-                assert isinstance(connection, Connection)
+            for connection in [each for each in open_ranks if each in ready]:
                 rank = open_ranks[connection]
                 try:
                     result, error = connection.recv()
@@ -149,6 +148,7 @@ def _serve(rank: int, world: int, rendezvous: str, gpus: bool, connection: Conne
             function, arguments = connection.recv()
         except (EOFError, OSError):
             break
+        answer: tuple[Any, Exception | None]
         try:
             answer = function(rank, device, *arguments), None
         except Exception as error:

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,8 +15,8 @@ from megazero.host import Available, Machine, host_memory, near_cpus
 from megazero.world import World, local_size
 
 # Prefixes of variables that change a run. None of them is a secret.
-SHOWN = ("CUBLAS_", "CUDA_VISIBLE", "GLOO_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_")
-SHOWN += ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
+SHOWN = ("CUBLAS_", "CUDA_VISIBLE", "GLOO_", "MASTER_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_",
+    "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")  # fmt: skip
 
 
 def machine(world: World, device: torch.device, folder: str = "") -> Machine:
@@ -58,7 +59,7 @@ def bind_to_near_cpus(device: torch.device, root: Path = Path("/")) -> None:
     Args:
         root: the folder that holds sys/.
     """
-    gpu = torch.cuda.get_device_properties(device)
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch declares no type of its addresses
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     if near := near_cpus(address, root) & os.sched_getaffinity(0):
         os.sched_setaffinity(0, near)

@@ -135,7 +135,8 @@ def _invite(store: dist.Store, world: World, token: str) -> str:
     if store.check(replies):
         store.set(f"{token}/met", "")
         return token
-    store.multi_set([f"invited/{guest}" for guest in guests], [token] * len(guests))
+    for guest in guests:
+        store.set(f"invited/{guest}", token)
     return ""
 
 

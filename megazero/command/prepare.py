@@ -103,6 +103,8 @@ def prepare(command: Command, world: World) -> Prepared:
         ValueError: this rank refuses its flags, its machine or its data.
     """
     device = launch.pick_device(world)
+    if device.type == "cuda":
+        bind_to_near_cpus(device)  # before any library starts threads, because these keep their CPUs
     fastest = launch.fastest_precision(device) if device.type == "cuda" else None
     config, note = gpu_defaults(command.config, command.given, fastest)
     require_packages(config.log)
@@ -118,13 +120,9 @@ def prepare(command: Command, world: World) -> Prepared:
 
 
 def find_ranks(config: Config, world: World, device: torch.device) -> Ranks:
-    """Find the memory of this rank's machine, and bind the process to the CPUs near its GPU."""
-    if device.type == "cuda":
-        bind_to_near_cpus(device)
-    options, found = (
-        config.checkpoint,
-        machine(world, device, config.optimizer.optimizer_nvme_offload if config.trains else ""),
-    )
+    """Find the memory of this rank's machine."""
+    options = config.checkpoint
+    found = machine(world, device, config.optimizer.optimizer_nvme_offload if config.trains else "")
     if options.memory_checkpoint_interval:
         found = found._replace(copies=bytes_below(run_folder(options.memory_checkpoint_dir, options.save)))
     return Ranks(world, device, found)

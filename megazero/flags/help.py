@@ -23,6 +23,30 @@ NORMAL = {
     "logging": ("log-dir",),
 }
 
+# Flags of the model that only a family, a preset or a config.json sets. They are valid everywhere, but no help lists
+# them: docs/results/flags.md does.
+FAMILY = (
+    "max-position-embeddings",
+    "rotary-percent",
+    "rotary-interleaved",
+    "local-rotary-base",
+    "add-qkv-bias",
+    "qk-layernorm",
+    "qk-norm-all-heads",
+    "attention-softcap",
+    "attention-scale",
+    "norm-epsilon",
+    "embedding-multiplier",
+    "logits-divisor",
+    "final-softcap",
+    "residual-multiplier",
+    "moe-router-pre-softmax",
+    "moe-router-num-groups",
+    "moe-router-group-topk",
+    "moe-router-topk-scaling-factor",
+    "moe-shared-expert-gate",
+)
+
 # Defaults that depend on the device (`gpu_defaults`).
 DEVICE_DEFAULTS = {
     "precision": "fp32 on CPUs; on GPUs bf16, or fp16 if they lack bf16",
@@ -40,13 +64,14 @@ def show_normal(program: str) -> None:
     """
     usual = [name for names in NORMAL.values() for name in names]
     print(f"usage: {program} [FLAGS]\n\n{inspect.cleandoc(Config.__doc__ or '')}\n")
-    print(f"These are the {len(usual)} flags of a normal run; --help-all shows all {len(flags()) + 2}.")
+    print(f"These are the {len(usual)} flags of a normal run; --help-all shows {len(flags()) + 2 - len(FAMILY)}.")
     print("Flags of Megatron-LM, DeepSpeed and Hugging Face are understood: docs/megatron.md.")
     for title, names in NORMAL.items():
         print(f"\n{title}:", *map(_described, names), sep="\n")
     print("\nThe other flags, which --help-all explains:")
     for group in dict.fromkeys(flag.group for flag in flags().values()):
-        others = " ".join(f"--{name}" for name, flag in flags().items() if flag.group == group and name not in usual)
+        listed = [name for name, flag in flags().items() if flag.group == group and name not in (*usual, *FAMILY)]
+        others = " ".join(f"--{name}" for name in listed)
         print(WRAPPER.fill(f"{group}: {others}"))
     sys.exit(0)
 
@@ -56,10 +81,16 @@ def _described(name: str) -> str:
     flag = flags().get(name, Flag("", str, "", None))
     values = {int: "INT", float: "FLOAT", str: "STR", tuple[str, ...]: "[STR ...]"}.get(flag.kind)
     values = values or f"{{{','.join(map(str, typing.get_args(flag.kind)))}}}"
-    text = _texts(type(getattr(Config(), flag.group)) if flag.group else Config)[name.replace("-", "_")]
+    text = help_of(name)
     if default := DEVICE_DEFAULTS.get(name, flag.default):
         text += f" (default: {default})"
     return f"  --{name} {values}\n{WRAPPER.fill(f'  {text}')}"
+
+
+def help_of(name: str) -> str:
+    """Return the help of a flag in one line."""
+    group = flags()[name].group if name in flags() else ""
+    return _texts(type(getattr(Config(), group)) if group else Config)[name.replace("-", "_")]
 
 
 def _texts(options: type) -> dict[str, str]:
@@ -84,6 +115,8 @@ def with_whole_lines(options: Any) -> Any:
         if dataclasses.is_dataclass(value):
             parts[field.name] = value = with_whole_lines(value)
             hint = type(value)
+        elif field.name.replace("_", "-") in FAMILY:
+            hint = Annotated[hint, tyro.conf.Suppress]
         elif value in (None, field.default) and (default := DEVICE_DEFAULTS.get(field.name.replace("_", "-"))):
             hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=f"(default: {default})")]
         metadata = {"help": texts[field.name]} if texts.get(field.name) else {}

@@ -1,4 +1,4 @@
 """Generation of text: the loop, draws of tokens, and a checkpoint's model on any layout.
 
-Imports everything else but `huggingface`. Begin with `generate`.
+Begin with `generate`.
 """

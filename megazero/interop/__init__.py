@@ -1,0 +1,1 @@
+"""Models of other programs, and models made from others: Hugging Face, upcycling."""

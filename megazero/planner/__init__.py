@@ -1,4 +1,4 @@
 """Predictions without running: bytes of memory and traffic of one rank, seconds, FLOPs, and their reports.
 
-Imports `model` and all below. Begin with `bytes.estimate`.
+Nothing that trains needs them. Begin with `bytes.estimate`.
 """

@@ -20,9 +20,6 @@ from megazero.planner.bytes.capacity import checkpoint_bytes
 from megazero.planner.time.devices import Device
 
 SECONDS_PER_HOUR = 3600
-# Hours between failures of a device: 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783,
-# section 3.3.4)
-LLAMA_3_DEVICE_HOURS = 54 * 24 * 16_384 / 419
 # From a failure to the load of a checkpoint: noticing it, starting processes on the nodes, building groups. Assumed.
 START_SECONDS = 60.0
 BOTH_COPIES = 0.01  # share of failures that take both copies in memory, such as a rack's: assumed

@@ -1,7 +1,7 @@
 """The account of a step in integers: bytes that a rank holds, and bytes that each of its operations moves. Pure.
 
 `planner.bytes.estimate` adds them up over a step, `planner.time.costs` divides them by speeds, and `planner.bytes` and
-`planner.search` bound memory with them. Sizes inside a layer come from its trace (`planner.trace.trace`), as `LayerSizes`.
+`planner.search` bound memory with them. Sizes in a layer come from its trace (`planner.trace.trace`): `LayerSizes`.
 Everything else is derived here.
 """
 
@@ -140,10 +140,10 @@ def keys_bytes(config: Config, layout: Layout) -> int:
     return 2 * tokens * max(1, model.query_groups // layout.tp) * model.head_dim * BYTES[training.precision]
 
 
-def logits_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
+def logits_bytes(config: Config, layout: Layout) -> int:
     """Return the bytes of a micro-batch's logits on a rank of the last stage, without the vocabulary's padding."""
     training, model = config.training, config.model
-    return rank_tokens(config, layout, cp_rank) * model.vocab_size * BYTES[training.precision] // layout.tp
+    return rank_tokens(config, layout) * model.vocab_size * BYTES[training.precision] // layout.tp
 
 
 def elements(kind: LayerKind, layout: Layout, groups: Mapping[str, ShardingGroup]) -> Counter[str]:

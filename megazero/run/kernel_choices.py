@@ -13,12 +13,13 @@ import torch
 
 from megazero.engine.kernels.dropout import Dropout, Rows
 from megazero.engine.kernels.kernel_table import EAGER, TRITON
-from megazero.engine.kernels.matmul import FASTER, has_onednn, onednn_gain
+from megazero.engine.kernels.matmul import FASTER, onednn_gain
 from megazero.engine.mesh.collectives import MAX
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.layout.topology import Layout
+from megazero.torch_private import has_onednn
 
 LEAST, MOST = 10**8, 2 * 10**9  # FLOPs of a product: below the first oneDNN gains nothing; the second takes long enough
 

@@ -116,9 +116,8 @@ def _candidates(layout: Layout, model: ModelConfig) -> list[Layout]:
         copy = ep * (min(parts, 2) or one.tp)
         whole = one.stride("pp") % copy == 0 and one.data % (shards or 1) == 0
         if whole and replace(one, shards=shards).stride("replica") % (copy if shards else 1) == 0:
-            experts = {"ep": ep, "expert_tp": min(parts, 2)}
-            chunks = {"chunks": min(layout.chunks, 2), "v_shaped": layout.v_shaped}
-            found.append(replace(one, shards=shards, **experts, **chunks))
+            one = replace(one, ep=ep, expert_tp=min(parts, 2), shards=shards)
+            found.append(replace(one, chunks=min(layout.chunks, 2), v_shaped=layout.v_shaped))
     return found
 
 
@@ -320,7 +319,7 @@ def shrink(runs: Sequence[tuple[Config, Layout]], size: int = 1) -> list[Shrunk]
     known = declare(
         replace(first.model, **{n.replace("-", "_"): v for n, v in values.items() if flags()[n].group == "model"})
     )
-    found = []
+    found = list[Shrunk]()
     for (config, layout), small in zip(runs, smalls, strict=True):
         batch = made.batch(config, layout, small)
         batch["global-batch-size"] = found[0].config.training.global_batch_size if found else batch["global-batch-size"]

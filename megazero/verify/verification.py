@@ -191,7 +191,7 @@ class Verification:
         size = largest(wanted) if wanted.keep else 1
         self.runs, (self.real, self.real_layout) = make_runs(wanted, FP64, size)
         own = self.real.training.precision
-        self.precisions = {FP64: self.runs} | ({own: make_runs(wanted, own, size)[0]} if own != FP64 else {})
+        self.precisions = ({own: make_runs(wanted, own, size)[0]} if own != FP64 else {}) | {FP64: self.runs}
         self.gpus = all(device_of(run[1]) == "cuda" for run in self.runs)
         self.tables: dict[str, list[Row]] = {}
         self.first = ""

@@ -20,7 +20,7 @@ class Fast(datetime.datetime):
 
 program = Path(__file__).parents[2] / "scripts" / "launch_ranks.py"
 sys.path.insert(0, str(program.parent))
-elastic_state = importlib.import_module("elastic_state")
+signed_state = importlib.import_module("megazero.cluster.elastic.signed_state")
 time.time = lambda: now() + ahead
-dynamic_rendezvous.datetime = elastic_state.datetime = Fast
+dynamic_rendezvous.datetime = signed_state.datetime = Fast
 runpy.run_path(str(program), run_name="__main__")

@@ -114,14 +114,13 @@ def test_another_command_starts_anew_once_all_nodes_have_left(tmp_path):
 
 def test_a_store_that_goes_away_is_asked_again(monkeypatch):
     """The store of an ended run, in the moment when it is asked whether the run has ended."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    import elastic_agent
+    from megazero.cluster.elastic import node_agent
 
-    answer, gone = elastic_agent.last_words, [dist.DistNetworkError("gone")]
-    monkeypatch.setattr(elastic_agent, "last_words", lambda *it: answer(*it) if not gone else fail(gone.pop()))
-    monkeypatch.setattr(elastic_agent, "is_here", lambda host: False)  # else it starts a store
+    answer, gone = node_agent.last_words, [dist.DistNetworkError("gone")]
+    monkeypatch.setattr(node_agent, "last_words", lambda *it: answer(*it) if not gone else fail(gone.pop()))
+    monkeypatch.setattr(node_agent, "is_here", lambda host: False)  # else it starts a store
     new = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    elastic_agent.connect("127.0.0.1", new.port, elastic_agent.Seal("secret")).set("key", "value")
+    node_agent.connect("127.0.0.1", new.port, node_agent.Seal("secret")).set("key", "value")
     assert new.get("key") == b"value"
 
 

@@ -101,7 +101,7 @@ class OneRead(Mesh):
     ids=str,
 )
 def test_a_step_waits_for_the_gpu_once(how: dict[str, Any]) -> None:
-    """CUDA raises at any other wait: see Note [one wait]. tests/unit/engine/mesh/test_host_waits.py counts on stand-ins."""
+    """CUDA raises at any other wait: see Note [one wait]. unit/engine/mesh/test_host_waits.py counts on stand-ins."""
     case = Case(**{"precision": "bf16", "micro_batches": 3} | how)
     mesh = OneRead(**vars(Mesh.build(case.layout, 0, torch.device("cuda", 0))))
     engine = Engine(case.config(), mesh)

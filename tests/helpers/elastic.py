@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.helpers.programs import ROOT, WarmProgram, descendants, free_port
 
-STORE = "elastic_store.py"  # in the command of the store's process
+STORE = "elastic.store_process"  # in the command of the store's process
 LOST_SECONDS = 8  # as a user's
 NEVER_LOST = 600  # where no node is lost, and the machine may be busy
 

@@ -1,4 +1,4 @@
-"""Rules of our English. `python -m tests.helpers.prose megazero/engine/zero docs/run.md` lists the sentences that break them.
+"""Rules of our English. `python -m tests.helpers.prose megazero/run docs/run.md` lists the sentences that break them.
 
 The rules hold in docstrings, comments, messages, `--help` and documents. Code in backticks and quotations are exempt.
 """

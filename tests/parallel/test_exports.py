@@ -118,6 +118,8 @@ def test_a_run_that_stops_early_exports_nothing_new(corpus: str, tmp_path: Path)
     writer = Writer()
     go(exporting(corpus, tmp_path, 5, writer, exit_interval=3))
     assert names(tmp_path / "saved") == [3] and writer.written == []
+    go(exporting(corpus, tmp_path, 4, writer, save_hf_interval=2))  # 3 was saved, and no export of it is due
+    assert writer.written == ["iter_0000004"]
 
 
 def test_folders_of_other_runs_are_refused(tmp_path: Path) -> None:

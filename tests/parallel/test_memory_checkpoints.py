@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import json
 import logging
 import multiprocessing as mp
@@ -28,7 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint import MemoryCheckpoints, in_memory, manifest, tensor_file
+from megazero.checkpoint import AgreedFailure, MemoryCheckpoints, in_memory, manifest, tensor_file
 from megazero.checkpoint.in_memory import Held, whole
 from megazero.checkpoint.nodes import Nodes
 from megazero.engine.model.stage import declare
@@ -328,6 +329,27 @@ def test_a_folder_that_is_full_costs_a_copy(runs: Runs, copies: bool) -> None:
     assert f"rank 0: {runs.folder('a')}/.iter_0000004.partial/{file}: File too large. Training" in warning
     assert warning.endswith("Training continues; the next copy is attempted as scheduled")
     assert not [path for path in runs.memory.rglob("*") if path.is_file()]
+
+
+def test_copies_that_fail_leave_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After any failures the newest whole one is still found."""
+    memory = MemoryCheckpoints(str(tmp_path / "memory"), tmp_path / "saved", None)
+    shards = {"model.w": LocalShard((3,), (0,), (3,), 0, 3, torch.ones(3))}
+
+    def save(iteration: int) -> list[int]:
+        with contextlib.suppress(AgreedFailure):
+            memory.save(memory.folder, iteration, shards, {"iteration": iteration} | memory.stamp())
+        return [each.iteration for each in memory.find(None, None)[0]]
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert save(2) == [2]
+    for iteration, stage in enumerate(("_copy", "_write_texts", "_publish", "_plan", "_copy"), 3):
+        with monkeypatch.context() as broken:
+            broken.setattr(MemoryCheckpoints, stage, fail)
+            assert save(iteration) == [2], stage
+    assert save(8) == [8, 2] and save(9) == [9, 8]
 
 
 # -- which one

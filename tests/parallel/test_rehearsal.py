@@ -1,6 +1,7 @@
-"""Three witnesses of a rank's bytes: real gloo ranks, `--rehearse`, and `planner.bytes.estimate`. They agree to the byte.
+"""Three witnesses of a rank's bytes agree to the byte: real gloo ranks, `--rehearse`, and `planner.bytes.estimate`.
 
-The fourth, formulas written down from papers, is in tests/unit/engine/plan/test_closed_formulas.py and tests/unit/test_paper.py.
+The fourth, formulas written down from papers, is in tests/unit/engine/plan/test_closed_formulas.py and
+benchmarks/tests/test_paper.py.
 """
 
 from __future__ import annotations

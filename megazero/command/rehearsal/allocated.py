@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from megazero.torch_private import TorchDispatchMode, storage_id, tree_leaves
 
 
 class Allocated(TorchDispatchMode):
@@ -44,7 +44,7 @@ class Allocated(TorchDispatchMode):
     def add(self, x: torch.Tensor) -> None:
         """Count the memory of a tensor, if it is not counted already."""
         storage = x.untyped_storage()
-        key, num_bytes, on_host = storage._cdata, storage.nbytes(), x.device.type != self.device.type
+        key, num_bytes, on_host = storage_id(x), storage.nbytes(), x.device.type != self.device.type
         if key in self._alive:
             return
 
@@ -57,7 +57,7 @@ class Allocated(TorchDispatchMode):
 
     def sizes(self, but: Sequence[torch.Tensor] = ()) -> list[int]:
         """Return the bytes of each storage that is alive, on any device, except those of `but`."""
-        left_out = {t.untyped_storage()._cdata for t in but}
+        left_out = {storage_id(t) for t in but}
         return [num_bytes for key, (_, num_bytes) in self._alive.items() if key not in left_out]
 
     def _count(self, num_bytes: int, on_host: bool) -> None:

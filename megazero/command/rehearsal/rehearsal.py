@@ -37,6 +37,7 @@ from megazero.engine.plan.program.operations import name_of
 from megazero.planner.bytes.estimate import estimate
 from megazero.planner.trace.trace import model_flops
 from megazero.run.trainer import Trainer
+from megazero.torch_private import fake_tensors
 
 STEPS = 2  # by default: the second step starts with the state that the first has left
 NEVER = 10**9  # iterations
@@ -77,9 +78,7 @@ class RehearsalDevice:
         if self.real:
             yield
             return
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_tensors():
             yield
 
 

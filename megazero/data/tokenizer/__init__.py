@@ -1,7 +1,7 @@
 """Tokenizers behind one small interface: Hugging Face, GPT-2's own files, SentencePiece, tiktoken, and plain bytes.
 
-Encoding adds no begin-of-text or other special token; callers append `eod` themselves. Begin with `base`; `loading`
-recognises the kind of a --tokenizer.
+Encoding adds no begin-of-text or other special token; callers append `eod` themselves. Begin with `base`;
+`choose_tokenizer` recognises the kind of a --tokenizer.
 """
 
 from megazero.data.tokenizer.backends import (

@@ -1,4 +1,4 @@
 """Inputs of blocks, kept for recompute: whole, partitioned (Pa), in host memory (Pa+cpu), in an arena (MD).
 
-Imports `comm`, `plan`, `memory`. Begin with `store`.
+Begin with `store`.
 """

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from megazero.torch_private import onednn_linear
+
 FASTER = 1.25  # least gain at which oneDNN is chosen. A smaller one may be noise, and a resumed run would differ
 
 
@@ -68,7 +70,7 @@ class Products:
     def _affine(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """F.linear: x [.., in], weight [out, in] -> [.., out]."""
         if self._by_onednn(x):
-            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+            return onednn_linear(x, weight, bias)
         return F.linear(x, weight, bias)
 
 
@@ -110,11 +112,6 @@ def write_or_add(gradient: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         out.add_(gradient)
     else:
         out.copy_(gradient)
-
-
-def has_onednn() -> bool:
-    """Return whether this torch has oneDNN's operator."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def onednn_gain(tokens: int, inner: int, outer: int, turns: int = 5) -> float:

@@ -1,4 +1,4 @@
-"""Memory: the tracker that counts it by kind, pools of equal buffers, copies to the host and back, fragmentation.
+"""Memory: the tracker that counts it by kind, pools of equal buffers, copies to the host and back.
 
 Imports nothing else of megazero. Begin with `tracker`.
 """

@@ -134,7 +134,7 @@ class Axis:
         """Return a context for communication along this axis, which turns a peer's failure into PeerLost."""
         return peer_errors(action, self.peers if peer is None else (peer,), self.hosts)
 
-    def start_all_reduce(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> Pending:
+    def start_all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = SUM, kind: str | None = None) -> Pending:
         """All-reduce `x` in place; do not read or write it before the wait."""
         if self.size == 1:
             return Pending()
@@ -143,7 +143,7 @@ class Axis:
             "all-reduce", lambda: dist.all_reduce(x, op=op, group=self.group, async_op=True), reads=(x,), writes=(x,)
         )
 
-    def all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp = SUM, kind: str | None = None) -> torch.Tensor:
+    def all_reduce_(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = SUM, kind: str | None = None) -> torch.Tensor:
         self.start_all_reduce(x, op, kind).wait()
         return x
 

@@ -1,4 +1,4 @@
-"""Models: parts (`layers`), families (`architectures`), the layers of a rank (`stage`).
+"""Models: parts (`layers`, `experts`, `context_parallel`), a block, the layers of a rank (`stage`).
 
-Imports `kernels` and all below. Begin with `block`.
+Begin with `block`.
 """

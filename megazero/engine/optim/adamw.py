@@ -25,7 +25,7 @@ def update(
     decayed: int,
     operator: Callable[..., object] | None = OPERATOR,
 ) -> None:
-    """Update `master` and the two moments `states` in place, all [n] in fp32 or fp64; see `engine.optim.step.UpdateFunction`.
+    """Update `master` and the two moments `states` in place, all [n] in fp32 or fp64; see `optim.step.UpdateFunction`.
 
     Args:
         operator: torch's private operator; None: the public function.

@@ -1,4 +1,4 @@
-"""Updates by the name of their rule in `engine.options.optimizers`. A new one needs a module, a line here and a rule there."""
+"""Updates by the name of their rule in `options.optimizers`. A new one needs a module, a line here and a rule there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration: the dataclass tree (`schema`), flags and presets (`cli`), checks of flags alone (`validate`).
+"""Options of a run: the dataclass tree (`schema`), bounds, traits of models. Pure.
 
-Imports nothing else of megazero. Begin with `schema`.
+Begin with `schema`.
 """

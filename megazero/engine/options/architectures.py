@@ -1,4 +1,4 @@
-"""Architectures: each is a row of traits, from which `engine.model.block` builds its layers. To add one: docs/extending.md."""
+"""Architectures: each is a row of traits, from which `model.block` builds its layers. To add one: docs/extending.md."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ else:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture and sizes."""
+    """Architecture and sizes. docs/results/flags.md lists more flags, which families, presets and a config.json set."""
 
     num_layers: Annotated[int, Bounds(1, MOST_LAYERS, FEW)] = 12
     """Transformer blocks."""

@@ -97,7 +97,7 @@ class UpdateRule(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """The rules of a run. Where their states are is a property of each unit: `engine.plan.layout.zero_policy.host_units`.
+    """The rules of a run. Where their states are is a property of each unit: `zero_policy.host_units`.
 
     Attributes:
         matrices: rule of the matrices inside blocks, as their layers declare them; experts are matrices of their own.

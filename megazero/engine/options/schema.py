@@ -61,7 +61,7 @@ class Config:
 
     @property
     def schedule(self) -> str:
-        """Schedule of the run's own program, for `engine.plan.program`: --pipeline-schedule, or forward passes alone."""
+        """Schedule of the run's own program, for `plan.program`: --pipeline-schedule, or forward passes alone."""
         return self.parallel.pipeline_schedule if self.trains else EVALUATION
 
     @property

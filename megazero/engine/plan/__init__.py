@@ -1,4 +1,4 @@
 """A rank's work, planned as integers and plain values: no torch, so that all of it is tested without ranks.
 
-Imports `config`. Begin with `layout.topology`, then `schedule.schedules`, `program.program` and `sizes`.
+Begin with `layout.topology`, then `schedule.schedules` and `program.program`.
 """

@@ -9,7 +9,7 @@ from megazero.engine.zero.flat_unit import FlatUnit, ZeroOptions
 
 
 class UnshardedArena:
-    """One allocation for gathered weights. The program assigns the offset of every unit (`engine.plan.program.arena`)."""
+    """One allocation for gathered weights. The program assigns the offset of every unit (`plan.program.arena`)."""
 
     def __init__(self, options: ZeroOptions) -> None:
         self.options = options

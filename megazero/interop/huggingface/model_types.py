@@ -282,4 +282,6 @@ class HuggingFaceModel:
             ours["max_position_embeddings"] = ours["seq_length"]  # --seq-length does not change it
         for conversion in self.conversions:
             ours |= conversion.to_ours(config)
+        if null := [theirs for name, theirs in self.options.items() if ours[name] is None]:
+            raise ValueError(f"config.json has {null[0]} null, for which {self.model_class} has no value; give one")
         return ours

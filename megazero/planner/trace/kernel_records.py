@@ -10,12 +10,12 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.engine.mesh.collectives import Pending
 from megazero.engine.mesh.pretend import PretendAxis
 from megazero.engine.model.layers.context import DTYPES
 from megazero.planner.trace.differences import Differences, tensors_in
+from megazero.torch_private import TorchDispatchMode
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
 GROUPED = "_grouped_mm"  # of rows with the matrix of their group, or of the groups' rows with each other

@@ -46,6 +46,7 @@ from megazero.engine.plan.program.rank_spec import PlannedLayer, RankSpec
 from megazero.planner.sizes import LayerSizes
 from megazero.planner.trace.differences import Differences
 from megazero.planner.trace.kernel_records import Events, LayerEvents, Operator, Recorder
+from megazero.torch_private import fake_tensors
 
 SMALL, SMALL_FLOPS = 1 << 24, 1 << 32  # elements of a layer's weights, FLOPs of its forward: tenths of a second
 
@@ -139,9 +140,7 @@ class Kind(NamedTuple):
         elif self.small:
             yield torch.device("cpu")
         else:
-            from torch._subclasses.fake_tensor import FakeTensorMode
-
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with fake_tensors():
                 yield torch.device("cpu")
 
     @classmethod

@@ -18,7 +18,6 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult, Signal
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megazero.cluster import agent_notes as notes
-from tests.helpers.programs import ROOT
 
 A, B, C = "abc"
 
@@ -72,11 +71,10 @@ def next_of(answers: list[int | None]) -> int | None:
 @pytest.fixture
 def elastic(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """The module of the agent, whose notes are in a folder of the test."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
     monkeypatch.setenv(notes.FOLDER, str(tmp_path))
-    import elastic_agent
+    from megazero.cluster.elastic import node_agent
 
-    return elastic_agent
+    return node_agent
 
 
 @pytest.fixture

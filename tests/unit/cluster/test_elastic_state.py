@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megazero.cluster import agent_notes as notes
-from tests.helpers.programs import ROOT
 
 LOST, BEAT, LAST_CALL = 8, 2, 20.0
 FOREVER = 1e9
@@ -27,12 +26,10 @@ class Cluster:
     """Agents in one process and thread, each with a wall clock of its own. Their monotonic clocks agree."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.syspath_prepend(ROOT / "scripts")
-        import elastic_agent
-        import elastic_state
+        from megazero.cluster.elastic import node_agent, signed_state
 
         self.seconds, self.ahead, self.store = 1000.0, 0.0, dist.HashStore()
-        self.agents, self.state = elastic_agent, elastic_state
+        self.agents, self.state = node_agent, signed_state
         cluster = self
 
         class Wall(datetime):
@@ -40,7 +37,7 @@ class Cluster:
             def now(cls, tz: Any = None) -> datetime:
                 return datetime.fromtimestamp(1e9 + cluster.seconds + cluster.ahead, tz)
 
-        for module in (dynamic_rendezvous, elastic_state):
+        for module in (dynamic_rendezvous, signed_state):
             monkeypatch.setattr(module, "datetime", Wall)
         monkeypatch.setattr(dynamic_rendezvous, "time", SimpleNamespace(monotonic=lambda: self.seconds))
 
@@ -210,21 +207,20 @@ def test_the_end_of_a_run_is_signed(cluster: Cluster) -> None:
 
 
 def test_the_secret_is_the_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    import elastic_secret
+    from megazero.cluster.elastic import secret
 
     monkeypatch.delenv("ELASTIC_SECRET", raising=False)
     save = tmp_path / "runs" / "s"
-    first = elastic_secret.find(str(save))
+    first = secret.find(str(save))
     path = save / "elastic.key"
-    assert len(first) == 64 and elastic_secret.find(str(save)) == first and path.stat().st_mode & 0o777 == 0o600
-    assert elastic_secret.find(str(tmp_path / "t")) != first
+    assert len(first) == 64 and secret.find(str(save)) == first and path.stat().st_mode & 0o777 == 0o600
+    assert secret.find(str(tmp_path / "t")) != first
     with pytest.raises(ValueError, match=r"--elastic needs --save DIR, .* or ELASTIC_SECRET in the environment"):
-        elastic_secret.find("")
-    monkeypatch.setattr(elastic_secret, "READ_SECONDS", 0.0)
+        secret.find("")
+    monkeypatch.setattr(secret, "READ_SECONDS", 0.0)
     path.write_text(first[:9])
     with pytest.raises(ValueError, match=r"elastic.key has 9 of 64 characters; delete it, and start all nodes again"):
-        elastic_secret.find(str(save))
+        secret.find(str(save))
 
     def readable() -> None:
         path.write_text(first)
@@ -241,10 +237,10 @@ def test_the_secret_is_the_owners_alone(tmp_path: Path, monkeypatch: pytest.Monk
         path.unlink()
         make()
         with pytest.raises((ValueError, OSError)) as refused:
-            elastic_secret.find(str(save))
+            secret.find(str(save))
         assert "elastic.key" in str(refused.value)
     monkeypatch.setenv("ELASTIC_SECRET", "given")
-    assert elastic_secret.find(str(save)) == "given"
+    assert secret.find(str(save)) == "given"
 
 
 def test_an_agent_passes_over_what_is_not_its_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The .bin/.idx format, byte for byte, and the messages of damaged corpora."""
 
+import itertools
 import json
 import os
 import struct
@@ -33,6 +34,20 @@ def test_documents_of_several_and_of_no_sequences(tmp_path: Path) -> None:
     data = IndexedDataset(write_corpus(tmp_path / "c", DOCUMENTS, documents=[0, 0, 2, 2, 3, 3]))
     documents = [data.document(i).tolist() for i in range(data.num_documents)]
     assert documents == [[], [5, 6, 7, 8], [], [9, 10, 11, 12], []]
+
+
+@for_each("chunk", [1, 2, 3, 1 << 16])
+def test_lengths_of_documents_wherever_chunks_end(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One document of two sequences, or of none, at each place among those of one."""
+    monkeypatch.setattr(indexed, "CHUNK", chunk)
+    for place, step in itertools.product(range(6), (0, 2)):
+        counts = [1] * place + [step] + [1] * (5 - place)
+        ends = list(itertools.accumulate(counts, initial=0))
+        sequences = [[7] * (number + 1) for number in range(ends[-1])]
+        data = IndexedDataset(write_corpus(tmp_path / "c", sequences, documents=ends))
+        wanted = [sum(map(len, sequences[a:b])) for a, b in itertools.pairwise(ends)]
+        for first, stop in ((0, 6), (1, 5), (2, 3)):
+            assert data.document_lengths(first, stop).tolist() == wanted[first:stop], (place, step, first)
 
 
 def test_multimodal_index_is_read_without_its_modes(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ PARTS = """
     megazero.command.train:Wishes megazero.command.train:TrainingRun
     megazero.engine.step.engine:Context megazero.engine.step.engine:Stage megazero.engine.step.engine:ZeroOptions
     megazero.engine.step.engine:Zero megazero.engine.step.engine:Interpreter megazero.engine.step.engine:KeptInputs
-    megazero.engine.step.engine:upload_step megazero.engine.step.engine:learning_rate megazero.engine.step.engine:rank_spec
-    megazero.data.loader:ThreadPoolExecutor megazero.data.corpora:BlendedDataset
+    megazero.engine.step.engine:upload_step megazero.engine.step.engine:learning_rate
+    megazero.engine.step.engine:rank_spec megazero.data.loader:ThreadPoolExecutor megazero.data.corpora:BlendedDataset
 """.split()
 GENERATION = """
     generate:Sampling generate:Generator generate:InferenceModel generate:tokenizer_for generate:packed_prompts

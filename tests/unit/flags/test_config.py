@@ -20,8 +20,8 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.optimization import learning_rate
 from megazero.flags import presets as presets_module
 from megazero.flags.cli import parse, read
-from megazero.flags.flag_names import flags, to_toml, value_of, with_values
-from megazero.flags.help import DEVICE_DEFAULTS, NORMAL
+from megazero.flags.flag_names import as_flag, flags, to_toml, value_of, with_values
+from megazero.flags.help import DEVICE_DEFAULTS, FAMILY, NORMAL
 from megazero.flags.presets import read_preset
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_device
@@ -172,7 +172,11 @@ def test_help_names_every_group_flag_and_default(capsys: pytest.CaptureFixture[s
     text = unboxed(capsys.readouterr().out)
     for group in {group for group, *_ in flags().values()}:
         assert f"{group} options" in text
+    assert "docs/results/flags.md lists more flags" in text
     for flag in flags():
+        if flag in FAMILY:
+            assert not re.search(rf" --{flag}(,| [A-Z\[{{])", text), flag
+            continue
         entry = re.search(rf" --{flag}(, --no-{flag}| INT| FLOAT| STR| \[STR| \[INT| \{{)(.*)", text)
         assert entry, flag
         default = DEVICE_DEFAULTS.get(flag, value_of(Config(), flag))
@@ -180,6 +184,17 @@ def test_help_names_every_group_flag_and_default(capsys: pytest.CaptureFixture[s
         described = entry[2].split("(default:")[1]  # the first default behind a flag is its own
         assert described.split(")")[0].strip() == shown, flag
     assert "--preset" in text and "--hf-config" in text
+
+
+def test_flags_of_families_are_valid_without_help(tmp_path: Path) -> None:
+    """On the command line and as keys of a preset, which a run's config.toml is too."""
+    wanted = {name: {bool: True, int: 7}.get(flags()[name].kind, 0.25) for name in FAMILY}
+    argv = [word for name, value in wanted.items() for word in as_flag(name, value).split()]
+    preset = tmp_path / "family.toml"
+    preset.write_text(to_toml(parse(argv), FAMILY))
+    for config in (parse(argv), parse(["--preset", str(preset)])):
+        assert {name: value_of(config, name) for name in FAMILY} == wanted
+        assert {flags()[name].group for name in FAMILY} == {"model"}
 
 
 def test_help_breaks_lines_at_its_width_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,8 +224,8 @@ def test_help_has_the_flags_of_a_normal_run_in_order(capsys: pytest.CaptureFixtu
         text = unboxed(capsys.readouterr().out)
         shown = re.findall(r" --([a-z0-9-]+) (?:INT|FLOAT|STR|\[STR|\{)", text.split("The other flags")[0])
         assert shown == [flag for group in NORMAL.values() for flag in group]
-        assert len(shown) == 22 and "--help-all shows all" in text
-        assert all(f"--{flag}" in text for flag in flags())
+        assert len(shown) == 22 and f"--help-all shows {NUM_OPTIONS + 2 - len(FAMILY)}." in text
+        assert {flag for flag in flags() if not re.search(rf"--{flag}(?![-a-z])", text)} == {*FAMILY}
         assert "(default: 0.0003)" in text and "Peak learning rate." in text
 
 

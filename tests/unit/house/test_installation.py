@@ -42,7 +42,7 @@ def test_console_commands_and_their_files_are_in_the_package() -> None:
     targets = [target.split(":") for target in PROJECT["project"]["scripts"].values()]
     code = "".join(f"import {module}; assert callable({module}.{function})\n" for module, function in targets)
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-    data = ((PRESETS, "megazero.engine.options"), (FOLDER, "megazero.flags.foreign"), (DEVICES, "megazero.planner"))
+    data = ((PRESETS, "megazero.flags"), (FOLDER, "megazero.flags.foreign"), (DEVICES, "megazero.planner"))
     for folder, package in data:
         *beside, pattern = PROJECT["tool"]["setuptools"]["package-data"][package]
         packaged = {path.name for path in (ROOT / package.replace(".", "/")).glob(pattern)}

@@ -104,6 +104,24 @@ def test_harmless_keys_change_nothing(model_type: str, tmp_path: Path) -> None:
     assert f"auto_map {more['auto_map']}; transformers' {MODELS[model_type].model_class} ignores it, and so" in note
 
 
+# Keys that may be null -> the value that null stands for in `SMALL`
+NULL: dict[str, Any] = {"head_dim": 8, "num_key_value_heads": 6, "n_inner": 192}
+
+
+@pytest.mark.second
+@for_each("model_type", MODELS)
+def test_null_stands_for_the_usual_value(model_type: str, tmp_path: Path) -> None:
+    """Null keys that transformers accepts are accepted; others are refused by name."""
+    keys = json.loads(written(tmp_path, model_type).read_text())
+    for key in NULL.keys() & keys.keys():
+        try:
+            found = read_config(written(tmp_path, model_type, **{key: None})).model
+        except ValueError as error:
+            assert key in str(error)
+            continue
+        assert found == read_config(written(tmp_path, model_type, **{key: NULL[key]})).model, key
+
+
 @for_each(
     ("model_type", "change", "words"),
     [

@@ -116,10 +116,14 @@ def test_a_preset_gives_no_layout_unless_it_asks_for_the_choice(tmp_path: Path) 
     command = asked(f"--preset {preset} --micro-batch-size 4")
     assert {"zero-stage", "lr"} & command.given == {"lr"} and command.config.zero == Config().zero
     assert command.config.training.micro_batch_size == 4 and "micro-batch-size" in command.given
+    (note,) = command.notes
+    assert "--layout auto" in note and f"without --zero-stage 3 of --preset {preset};" in note and "micro" not in note
+    elastic = read(f"{TINY.removesuffix('--layout auto')} --preset {preset} --elastic 1:2 --save {tmp_path}".split())
+    assert elastic.dropped == {"zero-stage", "micro-batch-size"} and elastic.config.zero == Config().zero
     preset.write_text('zero-stage = 3\nlayout = "auto"\n')
     command = read(f"{TINY.removesuffix('--layout auto')} --preset {preset}".split())
     assert command.config.parallel.layout == "auto" and command.config.zero.zero_stage == 3
-    assert "zero-stage" in command.given
+    assert "zero-stage" in command.given and not command.notes
     given = read(f"{TINY} --layout given --preset {preset}".split())
     assert given.config.zero.zero_stage == 3
 

@@ -55,6 +55,17 @@ def test_a_search_lists_every_layout(more: str, divisions: list[tuple[int, int]]
     assert not wanted - found, sorted(wanted - found)[:3]
 
 
+def test_a_given_shard_size_divides_the_ranks_that_share_weights() -> None:
+    """Other sizes of the axes are left out, and so are stages that shard nothing."""
+    config = parse(f"{LONG} --global-batch-size 12".split())
+    for shard in (2, 3, 6):
+        found = list(candidates(config, 6, H100, {"zero-shard-size": shard}))
+        data = {6 // (c.tp * c.pp) for c in found}
+        assert data == {n for n in (3, 6, 2) if n % shard == 0}, (shard, data)
+        assert all(c.shard == shard and c.zero_stage for c in found)
+    assert not list(candidates(config, 6, H100, {"zero-shard-size": 4}))
+
+
 OPTIONS = (
     "",
     "--optimizer muon",
@@ -114,10 +125,14 @@ def slow_network() -> Device:
         (slow_network(), 4, {"zero_stage": 1}, {"zero_stage": 0}, 6 / 8),
         # stage 2 reduces the gradients of both micro-batches
         (slow_network(), 4, {"zero_stage": 1}, {"zero_stage": 2}, 6 / 10),
+        # stage 3 also gathers weights twice for each
+        (slow_network(), 4, {"zero_stage": 1}, {"zero_stage": 3}, 6 / 16),
+        # of two copies, halves are gathered and reduced, and the reduced half all-reduced
+        (slow_network(), 4, {"zero_stage": 1}, {"zero_stage": 1, "shard": 2}, 4.5 / 5),
         # four micro-batches and a bubble of three passes, or of half as many with two virtual stages
         (H100, 4, {"pp": 4, "schedule": "interleaved", "chunks": 2}, {"pp": 4}, 5.5 / 7),
     ],
-    ids=["ZeRO 1, 0", "ZeRO 1, 2", "virtual stages"],
+    ids=["ZeRO 1, 0", "ZeRO 1, 2", "ZeRO 1, 3", "two copies", "virtual stages"],
 )
 def test_layouts_whose_order_is_known(
     device: Device, world: int, faster: dict[str, object], slower: dict[str, object], ratio: float

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -567,6 +567,17 @@ def test_folders_that_cannot_be_written_are_refused_at_the_start(tmp_path: Path)
             with pytest.raises(ValueError, match=f"--{flag} .*{words}"):
                 check_values(replace(Config(), **{group: field(**{name: path})}))
     assert os.listdir(tmp_path) == []
+
+
+def test_a_prediction_writes_to_log_dir_alone() -> None:
+    """Its other folders may be those of another machine."""
+    there = "/proc/nothing/here"
+    for asked in ("--plan --device-type cpu", "--plan-search --device-type cpu --world-size 2", "--rehearse 2", ""):
+        for flags in (f"--save {there}", f"--save {there} --save-hf {there}/hf", f"--tensorboard-dir {there}"):
+            with nullcontext() if asked else pytest.raises(ValueError, match=f"--.* {there}.*: cannot write there"):
+                check_values(parse(f"{asked} {flags}".split()))
+        with pytest.raises(ValueError, match=f"--log-dir {there}: cannot write there"):
+            check_values(parse(f"{asked} --log-dir {there}".split()))
 
 
 # -- the state

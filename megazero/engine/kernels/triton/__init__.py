@@ -1,0 +1,1 @@
+"""Kernels in Triton. Each is imported at its first launch."""

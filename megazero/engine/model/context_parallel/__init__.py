@@ -1,0 +1,1 @@
+"""Attention over the tokens of all context-parallel ranks."""

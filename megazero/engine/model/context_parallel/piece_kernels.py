@@ -9,14 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
+from megazero import torch_private
 from megazero.engine.model.context_parallel.pieces import Part, window_mask
 from megazero.engine.model.scores import Scores
 
 Tensors = tuple[torch.Tensor, ...]
-_CPU_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_CPU_KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_FLASH_KERNEL = torch.ops.aten._flash_attention_forward
-_FLASH_KERNEL_BACKWARD = torch.ops.aten._flash_attention_backward
 
 
 class PieceKernel(Protocol):
@@ -47,12 +44,12 @@ class CpuKernel:
 
     def forward(self, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         causal, options = self._options(part)
-        found: Tensors = _CPU_KERNEL(q, k, v, 0.0, causal, **options)
+        found: Tensors = torch_private.CPU_ATTENTION(q, k, v, 0.0, causal, **options)
         return found
 
     def backward(self, part: Part, dy: torch.Tensor, *saved: torch.Tensor) -> Tensors:
         causal, options = self._options(part)
-        found: Tensors = _CPU_KERNEL_BACKWARD(dy, *saved, 0.0, causal, **options)
+        found: Tensors = torch_private.CPU_ATTENTION_BACKWARD(dy, *saved, 0.0, causal, **options)
         return found
 
 
@@ -73,7 +70,7 @@ class FlashKernel:
     def forward(self, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         heads = [x.transpose(1, 2) for x in (q, k, v)]
         limits, options = self._options(part, *heads[:2])
-        y, log_sums, *_ = _FLASH_KERNEL(*heads, *limits, False, **options)
+        y, log_sums, *_ = torch_private.FLASH_ATTENTION(*heads, *limits, False, **options)
         return y.transpose(1, 2), log_sums
 
     def backward(self, part: Part, dy: torch.Tensor, *saved: torch.Tensor) -> Tensors:
@@ -82,7 +79,9 @@ class FlashKernel:
         limits, options = self._options(part, q, k)
         # without dropout, the state of the random generator is not used
         state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
-        found = _FLASH_KERNEL_BACKWARD(dy, q, k, v, y, log_sums.contiguous(), *limits, state, unused, **options)
+        found = torch_private.FLASH_ATTENTION_BACKWARD(
+            dy, q, k, v, y, log_sums.contiguous(), *limits, state, unused, **options
+        )
         return tuple(x.transpose(1, 2) for x in found)
 
 

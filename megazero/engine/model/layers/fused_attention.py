@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from megazero import torch_private
 from megazero.engine.kernels.eager import wide
 from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.context_parallel.key_exchange import AllKeys, Pair
@@ -101,10 +102,10 @@ def _kernel(
         options = {"is_causal": mask is None, "enable_gqa": q.shape[1] != k.shape[1], "scale": scale}
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
     if flash:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
+        return torch_private.TRACED_FLASH_ATTENTION(q, k, v, 0.0, True, scale=scale)[0]
     bias = None if mask is None else mask.expand(*q.shape[:2], *mask.shape)
     causal = mask is None
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)[0]
+    return torch_private.TRACED_EFFICIENT_ATTENTION(q, k, v, bias, True, 0.0, causal, scale=scale)[0]
 
 
 def _flash_pieces(

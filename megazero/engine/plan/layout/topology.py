@@ -196,10 +196,6 @@ class Layout:
         """Return a rank's place among those that hold the same weights."""
         return coord.dp * self.cp + coord.cp
 
-    def shard_rank(self, coord: Coord) -> int:
-        """Return a rank's place among those that share one copy of the sharded states."""
-        return self.data_rank(coord) % self.shard
-
     def stride(self, axis: str) -> int:
         """Return the difference of two neighbours' ranks along an axis or a sub-axis."""
         own = dict.fromkeys(("cp", "data", "shard"), self.tp)  # neighbours along cp are neighbours in `data`

@@ -1,7 +1,7 @@
 """Offsets of gathered weights in one arena, by liveness. Pure: no torch.
 
 A unit's weights live from the start of their Gather to their Release. Units whose lives do not overlap share memory.
-The offsets depend on the program alone: they are equal on all ranks of an axis, and `planner.bytes.estimate` knows them.
+The offsets depend on the program alone. They are equal on all ranks of an axis, and `planner.bytes.estimate` has them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@
     + finish_gradients()     ReduceReplicas, SumReplicated, SumTied, GradNorm
     + update()               Update, FetchWeights, Sync
 
-Every pass maps a list to a list; "+" inserts operations, "-" removes them. The interpreter (`engine.step.interpreter`) runs
+Every pass maps a list to a list; "+" inserts operations, "-" removes them. The interpreter (`step.interpreter`) runs
 the final list, `planner.bytes.estimate` counts its bytes, `planner.time.simulate` its seconds, and this prints it:
 
     python scripts/print_program.py --zero-stage 3 --num-layers 2 --vocab-size 50257 --world-size 2

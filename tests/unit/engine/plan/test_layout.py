@@ -85,7 +85,7 @@ def test_strides_and_ranges_are_those_of_the_groups() -> None:
                 coord.pp, layout.data_rank(coord)
             )
             [group] = [group for group in layout.groups("shard") if rank in group]
-            assert group.index(rank) == layout.shard_rank(coord)
+            assert group.index(rank) == layout.data_rank(coord) % layout.shard
         stages = [layout.stage_ranks(pp) for pp in range(layout.pp)]
         assert list(itertools.chain(*stages)) == list(range(layout.world_size))
         assert data_parallel_size(layout.world_size, layout.pp, layout.tp, layout.cp) == layout.dp

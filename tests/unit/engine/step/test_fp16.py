@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 
 import torch
 
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.mesh.pretend import pretend_mesh
+from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
 from tests.helpers.table import for_each
-from tests.parallel.cases import Case, micro_batches
+from tests.parallel.cases import MODEL, Case, micro_batches
 
 CPU = torch.device("cpu")
 
@@ -50,3 +52,35 @@ def test_gradients_of_a_large_batch_are_those_of_a_small_one(grad_dtype: str) ->
         assert not result.skipped
         norms.append(result.grad_norm * ranks)  # nothing is summed over pretended ranks
     assert norms[0] == norms[1] > 0
+
+
+def in_fp16(**training: float) -> tuple[Engine, list[MicroBatch]]:
+    """Return an engine of one rank, and its batch."""
+    case = Case(model=replace(MODEL, num_layers=1), precision="fp16", grad_dtype="fp16", micro_batches=1, batch=1)
+    config = case.config()
+    engine = Engine(replace(config, training=replace(config.training, **training)), Mesh.build(case.layout, 0, CPU))
+    return engine, micro_batches(case, engine.mesh, 0)
+
+
+def test_a_batch_without_targets_is_no_overflow() -> None:
+    """The scale stays, and so do the counts until it halves or doubles."""
+    engine, batches = in_fp16()
+    engine.train_step(1, batches, 1)
+    before = engine.scale
+    empty = [batch._replace(loss_mask=torch.zeros_like(batch.loss_mask)) for batch in batches]
+    result = engine.train_step(2, empty, 1)
+    assert result.skipped and result.skip_reason == "no target counts in this batch"
+    assert before is not None and engine.scale == before.after(False)
+
+
+def test_a_run_that_resumes_scales_as_one_that_does_not() -> None:
+    """Wherever it was saved: before and after overflows, and between them and the end of a window."""
+    flags = {"initial_loss_scale": 2.0**40, "loss_scale_window": 4, "hysteresis": 2}
+    engine, batches = in_fp16(**flags)
+    overflows = [engine.train_step(n, batches, 1).skipped for n in (1, 2, 3)]
+    assert overflows == [True] * 3 and engine.scale is not None and engine.scale.value == 2.0**38
+    for overflow in (False, False, False, True, False, True, False):
+        engine.scale = engine.scale.after(overflow)
+        other, _ = in_fp16(**flags)
+        other.load_state_dict(json.loads(json.dumps(engine.state_dict())), other.shards())
+        assert other.scale == engine.scale

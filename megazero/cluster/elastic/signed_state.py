@@ -1,4 +1,4 @@
-"""The agreement of an elastic run's agents in their store. scripts/elastic_agent.py hands it to torchrun's rendezvous.
+"""The agreement of an elastic run's agents in their store. `node_agent` hands it to torchrun's rendezvous.
 
 Note [Clocks]
 torchrun's agents write the time of their last sign of life, and each compares the others' times with its own clock:
@@ -19,10 +19,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import torch.distributed as dist
-from elastic_secret import Seal
-from elastic_store import NOTHING, STATE
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+from megazero.cluster.elastic.secret import Seal
+from megazero.cluster.elastic.store_process import NOTHING, STATE
 
 
 class SignedState(RendezvousBackend):
@@ -70,10 +71,10 @@ class SignedState(RendezvousBackend):
         received = self._received(found)
         return received and (*received, found == ours)
 
-    def _exchange(self, expected: bytes, wanted: bytes) -> bytes:
+    def _exchange(self, expected: bytes | str, wanted: bytes | str) -> bytes:
         """Set the state if it is `expected`, or empty if it is missing; return it."""
         try:
-            return self._store.compare_set(STATE, expected, wanted)
+            return self._store.compare_set(STATE, expected, wanted)  # type: ignore[arg-type]  # it takes bytes too
         except (ValueError, RuntimeError, TimeoutError) as error:
             raise RendezvousConnectionError("the store is gone") from error
 

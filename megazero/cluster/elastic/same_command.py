@@ -1,4 +1,4 @@
-"""The command of an elastic run, which is the same on all of its nodes. scripts/elastic_agent.py compares it."""
+"""The command of an elastic run, which is the same on all of its nodes. `node_agent` compares it."""
 
 from __future__ import annotations
 

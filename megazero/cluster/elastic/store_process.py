@@ -1,4 +1,4 @@
-"""The store of an elastic run: a process of its own, which outlives the agents. scripts/elastic_agent.py starts it.
+"""The store of an elastic run: a process of its own, which outlives the agents. `node_agent` starts it.
 
 It imports little, because the agents wait for it.
 """
@@ -8,12 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from pathlib import Path
 
-from elastic_secret import VARIABLE, Seal
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from megazero.cluster.elastic.secret import VARIABLE, Seal
 from megazero.cluster.listening import host_store
 
 RUN = "elastic"  # a store is for one run

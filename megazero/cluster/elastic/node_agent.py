@@ -26,14 +26,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import elastic_secret
 import torch.distributed as dist
-from elastic_command import absolute_save, difference
-from elastic_secret import Seal
-from elastic_state import SignedState
-from elastic_store import COMMAND, END, RUN, SILENCE
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -48,10 +43,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import config_from_args, parse_args
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from megazero.checkpoint.folders import save_mark
 from megazero.cluster import agent_notes as notes
+from megazero.cluster.elastic import secret, store_process
+from megazero.cluster.elastic.same_command import absolute_save, difference
+from megazero.cluster.elastic.secret import Seal
+from megazero.cluster.elastic.signed_state import SignedState
+from megazero.cluster.elastic.store_process import COMMAND, END, RUN, SILENCE
 from megazero.cluster.listening import LOOPBACK, host_store, is_here
 from megazero.world import BEFORE, STARTED, this_node
 
@@ -199,7 +197,7 @@ def meeting(endpoint: str, least: int, most: int, wait_seconds: float, save: str
     """
     host, port = parse_rendezvous_endpoint(endpoint, default_port=29400)
     try:
-        seal = Seal(elastic_secret.find(save) if port else elastic_secret.draw())
+        seal = Seal(secret.find(save) if port else secret.draw())
     except (OSError, ValueError) as error:
         raise Ended(str(error)) from None
     if port:
@@ -211,7 +209,7 @@ def meeting(endpoint: str, least: int, most: int, wait_seconds: float, save: str
     beat = max(1, lost // BEATS)
     beats = {"keep_alive_interval": beat, "keep_alive_max_attempt": max(2, lost // beat)}
     backend = SignedState(store, seal, beat)
-    found = Meeting.from_backend(RUN, store, backend, least, most, this_node().machine, limits, **beats)
+    found: Meeting = Meeting.from_backend(RUN, store, backend, least, most, this_node().machine, limits, **beats)
     found.endpoint, found.store, found.seal, limits.meeting = (host, store.port), store, seal, found
     # Ranks use the store of the agents. Else torchrun makes another on the first node, and does not follow that node's
     # changes: the others keep the address of a lost one.
@@ -244,7 +242,7 @@ def admit(found: Meeting, words: Sequence[str]) -> bool:
         )
     first = json.loads(kept)
     if first["words"] == words:
-        os.environ |= {STARTED: str(first["started"]), BEFORE: first["before"]}
+        os.environ.update({STARTED: str(first["started"]), BEFORE: first["before"]})
         return True
     if not found.has_nodes:
         found.end("all nodes of the run have left")
@@ -279,9 +277,9 @@ def connect(host: str, port: int, seal: Seal) -> dist.TCPStore:
 
 def start_store(host: str, port: int, seal: Seal) -> None:
     """Start the store as a process of its own, which outlives this agent. A second one ends at once."""
-    program, nowhere = Path(__file__).with_name("elastic_store.py"), subprocess.DEVNULL
-    command = [sys.executable, str(program.resolve()), host, str(port)]
-    env = {**os.environ, elastic_secret.VARIABLE: seal.secret}  # not among the arguments, which all users see
+    command, nowhere = [sys.executable, "-m", store_process.__name__, host, str(port)], subprocess.DEVNULL
+    path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, secret.VARIABLE: seal.secret}  # not an argument, which all users see
     subprocess.Popen(command, env=env, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
 
@@ -290,13 +288,14 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, report: Report, **options: Any) -> None:
         super().__init__(spec, **options)
-        self.meeting, self.report = spec.rdzv_handler, report
+        self.meeting = cast(Meeting, spec.rdzv_handler)
+        self.report = report
         self.failed: RunResult | None = None  # of the generation before this one
         self.began, self.in_a_row, self.trained = "", 0, False
         self.ended_at: tuple[str, frozenset[Any]] = ("", frozenset())  # the iteration it began with, and its nodes
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        codes = [rank.proc.poll() for rank in self._pcontext.subprocess_handlers.values()]
+        codes = [rank.proc.poll() for rank in cast(Any, self._pcontext).subprocess_handlers.values()]
         if any(code not in (None, 0, SAVED_EARLY) for code in codes):  # its peers may hang, deaf to TERM
             notes.leave(notes.LOST, "another rank of this node has failed; ending")
         if None in codes and not any(codes):  # torchrun asks again, and ends the peers of a rank that has just failed
@@ -327,7 +326,7 @@ class Agent(LocalElasticAgent):
         self.trained |= self.ended_at[0] != ""
         super()._restart_workers(worker_group)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> Any:
         """Start the ranks of the next generation, unless the last one failed as those before it."""
         if self.failed is not None:
             self._judge(*self.ended_at)
@@ -352,7 +351,7 @@ class Agent(LocalElasticAgent):
         raise self.meeting.end(text, code)
 
 
-def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report) -> None:
+def run_agent(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report) -> None:
     """Run torchrun's `arguments` with an agent of this file.
 
     Args:
@@ -387,10 +386,14 @@ def run(log_dir: Path, arguments: list[str], wait_seconds: float, report: Report
         monitor_interval=config.monitor_interval,
         numa_options=config.numa_options,
     )
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # the same number of ranks on each node
     folder = notes.make_folder()
-    os.environ[notes.FOLDER] = str(folder)
+    os.environ.update(
+        {
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": config.signals_to_handle,
+            "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # the same number of ranks on each node
+            notes.FOLDER: str(folder),
+        }
+    )
     agent = Agent(
         spec,
         report,
