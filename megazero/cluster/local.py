@@ -81,7 +81,7 @@ class LocalRanks:
             RankLost: a rank fails, ends or takes too long. Leave the context then, which ends the others.
         """
         for connection in self._connections:
-            with contextlib.suppress(OSError):  # it has ended; reading says so
+            with contextlib.suppress(OSError):  # it has ended; reading reports that
                 connection.send((function, arguments))
         found: dict[int, Any] = {}
         failed: dict[int, BaseException | str] = {}

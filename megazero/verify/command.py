@@ -46,20 +46,25 @@ class Options:
     """File for the results, for a CI."""
 
 
-def main(argv: list[str]) -> int:
-    """Verify a command line, and return the exit code."""
+def own_options(argv: list[str]) -> tuple[Options, list[str]]:
+    """Return the options of this program, and the flags of the run."""
     words = list(argv)
     if "--then" in words[:-1]:  # its value begins with dashes
         at = words.index("--then")
         words[at : at + 2] = [f"--then={words[at + 1]}"]
-    options, rest = read_own(Options, words, PROGRAM)
+    return read_own(Options, words, PROGRAM)
+
+
+def main(argv: list[str]) -> int:
+    """Verify a command line, and return the exit code."""
+    options, rest = own_options(argv)
     from megazero.cluster import local
-    from megazero.verify.verification import Verdict, Verification, Wanted, to_json
+    from megazero.verify.verification import Proof, Verification, Wanted, to_json
 
     local.preload(["megazero.verify.training"])
-    wanted = Wanted(rest, options.world_size, options.steps, options.keep, options.then)
+    wanted = Wanted(rest, options.world_size, options.steps, keep=options.keep, then=options.then)
     try:
-        verdict: Verdict = Verification(wanted).run()
+        verdict: Proof = Verification(wanted).run()
     except ValueError as error:
         log.error(f"error: {error}")
         return REFUSED
@@ -74,9 +79,9 @@ def show(verdict: object) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megazero.verify.verification import Verdict
+    from megazero.verify.verification import Proof
 
-    assert isinstance(verdict, Verdict)
+    assert isinstance(verdict, Proof)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     for title, rows in verdict.tables.items():
         table = Table(title=title, title_justify="left", title_style="bold")

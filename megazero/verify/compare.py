@@ -1,4 +1,4 @@
-"""Compare what two trainings of one model computed, quantity by quantity, and find the first thing that differs."""
+"""Compare two trainings of one model, quantity by quantity, and find the first thing that differs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megazero.engine.plan.layout.layers import Layers
 from megazero.engine.plan.layout.parameters import ParamSpec
 from megazero.units import things
 from megazero.verify.tolerance import Tolerance, scales
-from megazero.verify.training import Array, Step, Sums, Trained, joined
+from megazero.verify.training import Array, Sums, Trained, VerifiedStep, joined
 
 MODEL = "model."  # prefix of weights among the names of a checkpoint
 
@@ -42,7 +42,7 @@ class Whole(NamedTuple):
         unequal: the first weight or state whose copies on several ranks differ; empty: none.
     """
 
-    steps: list[Step]
+    steps: list[VerifiedStep]
     layers: list[dict[tuple[str, bool], Sums]]
     gradients: list[dict[str, Array]]
     states: dict[str, Array]
@@ -82,7 +82,13 @@ class Difference(NamedTuple):
 def row(what: str, differences: Sequence[Difference]) -> Row:
     """Return the line of things of one kind, with the one that is nearest to its tolerance."""
     worst = max(differences, key=lambda each: each.badness)
-    return Row(what, worst.relative, worst.where, worst.tolerance, all(each.passed for each in differences))
+    passed = all(each.passed for each in differences)
+    return Row(what, worst.relative, worst.where, tolerance=worst.tolerance, passed=passed)
+
+
+def noted(what: str, passed: bool, note: str, where: str = "") -> Row:
+    """Return a line without numbers."""
+    return Row(what, 0.0, where, tolerance=0.0, passed=passed, note=note)
 
 
 def numbers(found: float, wanted: float) -> float:
@@ -204,7 +210,7 @@ class Comparison:
         exact = self.tolerance.exact
         found = [row("loss", [self.loss(n) for n in steps])]
         if not exact and self.found.steps[0].choices != self.reference.steps[0].choices:
-            return [*found, Row("gradients", 0.0, "", 0.0, True, "not compared: rounding chose other experts")]
+            return [*found, noted("gradients", True, "not compared: rounding chose other experts")]
         near = steps if exact else steps[:1]
         found.append(row("gradient norm", [self.norm(n) for n in near]))
         whole = [n for n in near if whole_batches[n] and exact]
@@ -219,7 +225,7 @@ class Comparison:
         if exact:  # an optimizer makes full steps of the rounding of small gradients
             found += [self.weights_row(), *self.states_row()]
         unequal = self.found.unequal
-        found.append(Row("copies on several ranks", 0.0, unequal, 0.0, not unequal, "differ" if unequal else "equal"))
+        found.append(noted("copies on several ranks", not unequal, "differ" if unequal else "equal", unequal))
         return found
 
     def weights_row(self) -> Row:

@@ -371,7 +371,7 @@ def _frozen(patterns: tuple[str, ...], names: list[str], layers: int, values: di
     """Return the patterns of frozen weights with the numbers of the blocks that are left."""
 
     def moved(found: re.Match[str]) -> str:
-        return f"blocks.{int(found[1]) * values['num-layers'] // layers}."
+        return found[0].replace(found[1], str(int(found[1]) * values["num-layers"] // layers))
 
     renamed = [re.sub(r"blocks\.(\d+)\.", moved, pattern) for pattern in patterns]
     return tuple(dict.fromkeys(pattern for pattern in renamed if fnmatch.filter(names, pattern)))

@@ -1,4 +1,4 @@
-"""How much two trainings of one model may differ, from the sizes that are added up.
+"""Differences that rounding allows between two trainings of one model, from the sizes that are added up.
 
 Note [tolerances]: a layout changes the order of sums alone. A sum of n terms in floating point is wrong by at most
 n u times the sum of their absolute values, where u is the unit roundoff (Higham, Accuracy and Stability of Numerical
@@ -31,7 +31,7 @@ import numpy as np
 
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.parameters import ParamSpec
-from megazero.verify.training import Array, Step
+from megazero.verify.training import Array, VerifiedStep
 
 ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "tf32": 2.0**-11, "bf16": 2.0**-8}
 FLOOR = 1e-3
@@ -55,7 +55,7 @@ class Tolerance(NamedTuple):
 
     Attributes:
         relative: of a gradient, compared with the largest element.
-        exact: fp64; else only what is before the first update is compared closely.
+        exact: fp64; otherwise only values before the first update are compared closely.
     """
 
     config: Config
@@ -73,7 +73,7 @@ class Tolerance(NamedTuple):
             number = 3 * RESULTS * config.model.num_layers
         return cls(config, SIGMAS * roundoff * math.sqrt(number), False)
 
-    def loss(self, step: int, steps: list[Step], gradients: list[dict[str, Array]]) -> float:
+    def loss(self, step: int, steps: list[VerifiedStep], gradients: list[dict[str, Array]]) -> float:
         """Return the relative tolerance of the loss of a step, counted from 0."""
         tokens = self.config.training.global_batch_size * self.config.model.seq_length
         found = self.relative if self.exact else self.relative / math.sqrt(tokens)
@@ -82,7 +82,7 @@ class Tolerance(NamedTuple):
             found += 2 * steps[at].lr * self.relative * moved / abs(steps[step].loss)
         return found
 
-    def moved(self, spec: ParamSpec, steps: list[Step], scale: float, gradients: list[Array]) -> Array:
+    def moved(self, spec: ParamSpec, steps: list[VerifiedStep], scale: float, gradients: list[Array]) -> Array:
         """Return how far each element of a weight may be moved apart by all updates.
 
         Args:

@@ -51,7 +51,7 @@ class Task(NamedTuple):
     prepare: Callable[[], object] | None = None
 
 
-class Piece(NamedTuple):
+class TensorPart(NamedTuple):
     """A part of a global tensor on a rank: the flat range [start, stop) of a block of it."""
 
     shape: tuple[int, ...]  # of the whole
@@ -62,9 +62,10 @@ class Piece(NamedTuple):
     data: Array
 
     @classmethod
-    def of(cls, part: OwnedPart, data: torch.Tensor, factor: float = 1.0) -> Piece:
+    def of(cls, part: OwnedPart, data: torch.Tensor, factor: float = 1.0) -> TensorPart:
         numbers = data.detach().double().cpu().div(factor).numpy()
-        return cls(part.spec.shape, part.block.offset, part.block.shape, part.start, part.stop, numbers)
+        block = part.block
+        return cls(part.spec.shape, block.offset, block.shape, start=part.start, stop=part.stop, data=numbers)
 
 
 class Sums(NamedTuple):
@@ -78,7 +79,7 @@ class Sums(NamedTuple):
         return Sums(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-class Step(NamedTuple):
+class VerifiedStep(NamedTuple):
     """Results of a step on one rank.
 
     Attributes:
@@ -96,17 +97,17 @@ class Step(NamedTuple):
     memory: dict[str, int]
     traffic: dict[str, int]
     layers: dict[tuple[str, bool], Sums]
-    gradients: dict[str, Piece]
+    gradients: dict[str, TensorPart]
 
 
 class Trained(NamedTuple):
     """Results of a training on one rank. states: after the last step, by the names of a checkpoint."""
 
-    steps: list[Step]
-    states: dict[str, Piece]
+    steps: list[VerifiedStep]
+    states: dict[str, TensorPart]
 
 
-class Documents:
+class MadeUpDocuments:
     """Samples of made-up tokens, of which some end a document."""
 
     def __init__(self, samples: MockSamples) -> None:
@@ -117,7 +118,7 @@ class Documents:
         return np.where(tokens < max(1, self.samples.vocab_size // ENDS), END, tokens)
 
 
-class Recorder:
+class StepRecorder:
     """An observer of the interpreter that keeps gradients and sums of the layers' results."""
 
     def __init__(self, engine: Engine) -> None:
@@ -130,7 +131,7 @@ class Recorder:
         """Begin a step, whose gradients are `factor` times the model's."""
         self.factor = factor
         self.layers: defaultdict[tuple[str, bool], Sums] = defaultdict(Sums)
-        self.gradients: dict[str, Piece] = {}
+        self.gradients: dict[str, TensorPart] = {}
 
     @contextlib.contextmanager
     def __call__(self, op: Op) -> Iterator[None]:
@@ -139,7 +140,7 @@ class Recorder:
             for part in unit.flat.owned_parts():
                 if part.weight.trains:
                     gradient = unit.gradients.sharded_grad[part.owned.slice()]
-                    self.gradients[part.spec.name] = Piece.of(part, gradient, self.factor)
+                    self.gradients[part.spec.name] = TensorPart.of(part, gradient, self.factor)
         yield
         if isinstance(op, (Forward, Backward)) and self.counts:
             run, backward = self.engine.interpreter, isinstance(op, Backward)
@@ -160,13 +161,13 @@ def train(rank: int, device: torch.device, task: Task) -> Trained:
     mesh = Mesh.build(task.layout, rank, device, config.parallel.distributed_timeout_minutes)
     samples: Any = MockSamples(SPLIT, config.model.seq_length, config.training.seed, config.model.vocab_size)
     documents = bool(config.data.document_flags)
-    samples = Documents(samples) if documents else samples
+    samples = MadeUpDocuments(samples) if documents else samples
     datasets = Datasets(samples, samples, samples)
     trainer = Trainer(config, mesh, datasets, END if documents else None)
-    checkpoints = Checkpoints(trainer.config, trainer.engine, datasets, None, trainer.watchdog)
+    checkpoints = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer=None, watchdog=trainer.watchdog)
     if task.load:
         _, trainer.progress = checkpoints.resume(find_checkpoint(trainer.config, mesh.host_group))
-    recorder = Recorder(trainer.engine)
+    recorder = StepRecorder(trainer.engine)
     trainer.engine.interpreter.observe = recorder
     steps = []
     while trainer.progress.iteration < config.training.train_iters:
@@ -175,13 +176,15 @@ def train(rank: int, device: torch.device, task: Task) -> Trained:
             checkpoints.save(trainer.progress)
     trainer.engine.wait()
     states = {
-        name: Piece(s.global_shape, s.offset, s.local_shape, s.start, s.stop, s.data.double().cpu().numpy())
+        name: TensorPart(
+            s.global_shape, s.offset, s.local_shape, start=s.start, stop=s.stop, data=s.data.double().cpu().numpy()
+        )
         for name, s in trainer.engine.shards().items()
     }
     return Trained(steps, states)
 
 
-def _step(trainer: Trainer, recorder: Recorder) -> Step:
+def _step(trainer: Trainer, recorder: StepRecorder) -> VerifiedStep:
     """Make a step as `Trainer.iterate` does, which has an observer of its own."""
     engine, progress, training = trainer.engine, trainer.progress, trainer.config.training
     samples = trainer.config.batch_sizes.at(progress.consumed_samples)
@@ -191,7 +194,7 @@ def _step(trainer: Trainer, recorder: Recorder) -> Step:
     result = engine.train_step(progress.iteration + 1, batches, samples)
     progress.iteration += 1
     progress.consumed_samples += samples
-    return Step(
+    return VerifiedStep(
         loss=result.loss,
         norm=result.grad_norm,
         lr=result.lr,
@@ -205,7 +208,7 @@ def _step(trainer: Trainer, recorder: Recorder) -> Step:
     )
 
 
-def joined(pieces: list[dict[str, Piece]]) -> tuple[dict[str, Array], str]:
+def joined(pieces: list[dict[str, TensorPart]]) -> tuple[dict[str, Array], str]:
     """Put the tensors of all ranks together; also name the first whose copies on several ranks are not equal."""
     found: dict[str, Array] = {}
     unequal = ""

@@ -26,7 +26,7 @@ from megazero.interop.huggingface.model_flags import find_model
 from megazero.log import log
 from megazero.planner.run_plan import vocabulary
 from megazero.units import count, things
-from megazero.verify.compare import Comparison, Row, Whole, row
+from megazero.verify.compare import Comparison, Row, Whole, noted, row
 from megazero.verify.planned import difference, unplanned
 from megazero.verify.shrink import Shrunk, changes, least_world, shrink, steps_alone
 from megazero.verify.tolerance import Tolerance
@@ -50,7 +50,7 @@ class Wanted(NamedTuple):
     then: str = ""
 
 
-class Verdict(NamedTuple):
+class Proof(NamedTuple):
     """The result of a verification.
 
     Attributes:
@@ -105,7 +105,7 @@ def make_runs(wanted: Wanted, precision: str, size: int = 1) -> tuple[Runs, Run]
     real, _ = real_run(wanted.flags, wanted.world_size, wanted.steps)
     reals = [real]
     if wanted.then:
-        batch = ["--global-batch-size", str(real[0].training.global_batch_size)]  # whatever its replicas
+        batch = ["--global-batch-size", str(real[0].training.global_batch_size)]  # for any number of replicas
         words = [*wanted.flags, *batch, *shlex.split(wanted.then)]
         reals.append(real_run(words, wanted.world_size, wanted.steps)[0])
         same = [name for name, flag in flags().items() if flag.group in ("model", "optimizer", "training")]
@@ -210,7 +210,7 @@ class Verification:
         device = "GPUs, over NCCL" if self.gpus else "this CPU, over gloo"
         return [*lines, f"  {things(self.wanted.steps, 'step')} on {device}, in {' and in '.join(self.precisions)}"]
 
-    def run(self) -> Verdict:
+    def run(self) -> Proof:
         """Train and compare everything; log a line for each training."""
         start, lost = time.monotonic(), ""
         for line in self.words():
@@ -221,7 +221,14 @@ class Verification:
         except RankLost as error:
             lost = str(error)
         passed = not lost and all(each.passed for rows in self.tables.values() for each in rows)
-        return Verdict(passed, self.words(), self.tables, self.first, lost, time.monotonic() - start)
+        return Proof(
+            passed,
+            words=self.words(),
+            tables=self.tables,
+            first=self.first,
+            lost=lost,
+            seconds=time.monotonic() - start,
+        )
 
     def _compare_all(self, folder: str) -> None:
         seconds, middle = LONG if self.wanted.keep else SECONDS, self.wanted.steps // 2
@@ -265,17 +272,17 @@ class Verification:
         comparison = self._comparison(runs, Whole.of(alone), Whole.of(found))
         rows = comparison.rows(self._unpadded(runs))
         for what, traffic in (("bytes in memory", False), ("bytes sent", True)):
-            where, note = difference(config, layout, found, self.gpus, traffic)
+            where, note = difference(config, layout, found, self.gpus, traffic=traffic)
             if len(skipped := unplanned(config, layout, self.gpus)) > 1 and not where:
                 where = f"without {', '.join(skipped)}: they depend on the loads of experts"
-            rows.append(Row(f"{what}, of every rank", 0.0, where, 0.0, not note, note or "as planned"))
+            rows.append(noted(f"{what}, of every rank", not note, note or "as planned", where))
         title = f"the layout next to one process, {precision}"
         self._add(title, rows, lambda: comparison.first(self._unpadded(runs)) if precision == FP64 else "")
 
     def _comparison(self, runs: Runs, reference: Whole, found: Whole, before: int = 0) -> Comparison:
         config = runs.layout[0]
         tolerance = Tolerance.of(config, self.gpus)
-        return Comparison(reference, found, config, declare(config.model), tolerance, before)
+        return Comparison(reference, found, config, layers=declare(config.model), tolerance=tolerance, before=before)
 
     def _compare_resumed(self, title: str, runs: Runs, whole: Whole, again: list[Trained]) -> None:
         """Compare a resumed training with the uninterrupted one, whose last steps it repeats."""
@@ -305,7 +312,7 @@ class Verification:
         return found
 
 
-def to_json(verdict: Verdict, wanted: Wanted) -> dict[str, Any]:
+def to_json(verdict: Proof, wanted: Wanted) -> dict[str, Any]:
     """Return the contents of --json."""
     tables = [{"table": title, **each._asdict()} for title, rows in verdict.tables.items() for each in rows]
     for each in tables:  # JSON has no infinity

@@ -12,7 +12,7 @@ from megazero.flags.presets import preset_names
 from megazero.verify.command import main
 from megazero.verify.compare import Difference, row
 from megazero.verify.shrink import MOST_RANKS, small_layout
-from megazero.verify.training import Piece, joined
+from megazero.verify.training import TensorPart, joined
 from megazero.verify.verification import Wanted, make_runs
 from tests.helpers.rings import by_default
 
@@ -119,8 +119,8 @@ def test_nan_and_infinity_fail() -> None:
 
 def test_pieces_of_ranks_are_joined() -> None:
     """Two columns of a 2 x 4 matrix, cut in the middle of a row; and copies that differ are named."""
-    left = Piece((2, 4), (0, 0), (2, 2), 0, 4, np.array([0.0, 1.0, 4.0, 5.0]))
-    first, second = (Piece((2, 4), (0, 2), (2, 2), *at, np.array(data)) for at, data in (
+    left = TensorPart((2, 4), (0, 0), (2, 2), 0, 4, np.array([0.0, 1.0, 4.0, 5.0]))
+    first, second = (TensorPart((2, 4), (0, 2), (2, 2), *at, np.array(data)) for at, data in (
         ((0, 3), [2.0, 3.0, 6.0]), ((3, 4), [7.0])))  # fmt: skip
     whole, unequal = joined([{"w": left}, {"w": first}, {"w": second}])
     assert np.array_equal(whole["w"], np.arange(8.0).reshape(2, 4)) and not unequal
