@@ -138,7 +138,7 @@ def start(world: World, device: torch.device, timeout_minutes: float) -> tuple[s
     with limit(world, 60 * (minutes + timeout_minutes + 1), "joining the other ranks"):
         store = meet(world, device, 60 * minutes)
         _connect_lazily(world.size)
-        _choose_interface("" if one_node(world) else os.environ["MASTER_ADDR"])
+        choose_interface("" if one_node(world) else os.environ["MASTER_ADDR"])
         with peer_errors("joining the other ranks"):
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -163,7 +163,7 @@ def _connect_lazily(num_ranks: int) -> None:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch reads it when it makes the first group
 
 
-def _choose_interface(address: str) -> None:
+def choose_interface(address: str) -> None:
     """Make gloo use the network interface of the route to rank 0, or the loopback one if all ranks are on one node.
 
     By default gloo resolves this machine's own name, which is often a loopback address in /etc/hosts or a slow card.

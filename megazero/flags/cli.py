@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megazero.engine.options.limits import check_text
 from megazero.engine.options.schema import Config
@@ -22,6 +22,7 @@ from megazero.flags.presets import Preset, over_defaults, read_preset
 from megazero.log import log
 
 PROGRAM = "pretrain_gpt.py"
+Own = TypeVar("Own")
 
 
 class ModelFlags(NamedTuple):
@@ -172,3 +173,15 @@ def _last_value(argv: list[str], flag: str) -> str:
 def _values(argv: list[str], flag: str) -> list[str]:
     """Return the value of each time that a flag is given."""
     return [item.values[0] for item in split_items(argv) if item.name == flag and item.values]
+
+
+def read_own(kind: type[Own], argv: list[str], program: str) -> tuple[Own, list[str]]:
+    """Read the flags of another program, a dataclass; return them, and the words that are not among them.
+
+    Raises:
+        SystemExit: --help, or a value that is wrong; the message is printed.
+    """
+    import tyro
+
+    options, rest = tyro.cli(kind, args=argv, prog=program, return_unknown_args=True)
+    return options, list(rest)

@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 
@@ -29,6 +29,20 @@ class Fault(NamedTuple):
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
     """Replace a method by one with the fault."""
+    owner, faulty = _faulty(fault)
+    with patch.object(owner, fault.function, faulty):
+        yield
+
+
+def plant(fault: Fault) -> None:
+    """Replace a method for the rest of this process, once."""
+    owner = getattr(importlib.import_module(fault.module), fault.owner)
+    if getattr(owner, fault.function).__code__.co_filename != f"<{fault}>":
+        setattr(owner, fault.function, _faulty(fault)[1])
+
+
+def _faulty(fault: Fault) -> tuple[Any, Any]:
+    """Return the owner, and its method with the fault."""
     module = importlib.import_module(fault.module)
     owner = getattr(module, fault.owner)
     source = textwrap.dedent(inspect.getsource(getattr(owner, fault.function)))
@@ -36,5 +50,4 @@ def planted(fault: Fault) -> Iterator[None]:
     names = dict(vars(module))
     future = "from __future__ import annotations\n"
     exec(compile(future + source.replace(fault.find, fault.replace), f"<{fault}>", "exec"), names)
-    with patch.object(owner, fault.function, names[fault.function]):
-        yield
+    return owner, names[fault.function]

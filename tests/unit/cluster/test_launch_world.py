@@ -354,7 +354,7 @@ def test_gloo_uses_the_interface_of_the_route_to_rank_0(monkeypatch: pytest.Monk
         ("mine", "", "mine"),
     ):
         monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": given} if given else {})
-        launch._choose_interface(towards)
+        launch.choose_interface(towards)
         assert os.environ["GLOO_SOCKET_IFNAME"] == wanted
 
 
@@ -372,7 +372,7 @@ def test_ranks_of_several_machines_need_it(
 ) -> None:
     chosen: list[str] = []
     set_env(monkeypatch, f"MASTER_ADDR=node0 LOCAL_WORLD_SIZE={on_this_machine}")
-    monkeypatch.setattr(launch, "_choose_interface", chosen.append)
+    monkeypatch.setattr(launch, "choose_interface", chosen.append)
     monkeypatch.setattr(launch, "meet", lambda *_: None)
     for name in ("init_process_group", "all_gather_object"):
         monkeypatch.setattr(torch.distributed, name, lambda *_, **__: None)

@@ -18,6 +18,7 @@ import tyro
 
 from megazero.flags.cli import read
 from megazero.flags.flag_names import flags
+from megazero.verify.command import own_options
 from tests.helpers.programs import ROOT, warm
 from tests.helpers.table import for_each
 
@@ -74,6 +75,8 @@ def _fault_of_command(words: list[str]) -> str:
         scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
         if first not in scripts:
             return f"{first}: no such command in pyproject.toml"
+        if first == "megazero-verify":
+            return _fault_of_program(PRETRAIN, own_options(rest)[1])
         return _fault_of_program(scripts[first].partition(":")[0].replace(".", "/") + ".py", rest)
     if first == "sbatch":
         while rest and rest[0].startswith("-"):

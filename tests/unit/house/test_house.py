@@ -97,7 +97,7 @@ AXIS_SIZES = {"pp", "dp", "cp", "data", "tp", "shard", "shards", "replica", "rep
 AXIS_SIZES |= {f"{axis}_{of}" for axis in ("pp", "dp", "cp", "tp") for of in ("size", "rank")}
 AXIS_SIZES |= {f"{axis}_model_parallel_size" for axis in ("tensor", "context", "pipeline")} | {"zero_shard_size"}
 RANKS = {"rank", "ranks", "stage", "coord"}
-MULTIPLYING = {"engine.plan.layout.topology", "engine.options.batch_sizes"}
+MULTIPLYING = {"engine.plan.layout.topology", "engine.options.batch_sizes", "verify.shrink"}
 
 
 def only_layout_multiplies_axes(sources: Sources) -> Iterator[str]:
@@ -152,7 +152,7 @@ def only_the_log_prints(sources: Sources) -> Iterator[str]:
 
 
 PRINTERS = {"print", "sys.stdout.write", "sys.stderr.write"}
-PRINTING = {"log", "cluster.elastic.node_agent", "flags.help", "command.rehearsal.rehearsal_report"}
+PRINTING = {"log", "verify.command", "cluster.elastic.node_agent", "flags.help", "command.rehearsal.rehearsal_report"}
 
 
 def a_class_name_has_one_meaning(sources: Sources) -> Iterator[str]:
@@ -182,8 +182,13 @@ USING_PRIVATE = {"torch_private", "cluster.elastic.node_agent"}
 
 
 def nothing_forks(sources: Sources) -> Iterator[str]:
-    """A rank has threads of gloo or NCCL: a lock that one of them holds would stay locked in a forked child."""
+    """A rank has threads of gloo or NCCL: a lock that one of them holds would stay locked in a forked child.
+
+    `cluster.local` forks ranks from a process that is no rank.
+    """
     for module, tree in sources.items():
+        if module == "cluster.local":
+            continue
         for node in ast.walk(tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 names = {alias.name for alias in node.names} | {getattr(node, "module", None)}

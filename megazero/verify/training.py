@@ -1,0 +1,226 @@
+"""One rank's part of a training that is verified: its steps, and all that they computed, by global names."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megazero.data.corpora import Datasets
+from megazero.data.indexed import Int64s
+from megazero.data.mock import MockSamples
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.options.batch_sizes import micro_batches
+from megazero.engine.options.schema import CheckpointConfig, Config
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.program.operations import Backward, Forward, Op, Update
+from megazero.engine.step.engine import Engine
+from megazero.engine.zero.flat_unit import OwnedPart
+from megazero.log import log_as
+from megazero.run.checkpoints import Checkpoints
+from megazero.run.resume import find_checkpoint
+from megazero.run.trainer import Trainer
+
+Array = NDArray[Any]
+SPLIT = "train"
+END = 0  # the end-of-document token
+ENDS = 6  # one token in as many ends a document
+
+
+class Task(NamedTuple):
+    """A training.
+
+    Attributes:
+        config: resolved for the layout, with --train-iters.
+        save: folder and iteration of a checkpoint; None: none.
+        load: folder of the checkpoint to resume from; empty: begin.
+        prepare: called first; a test plants a fault by it.
+    """
+
+    config: Config
+    layout: Layout
+    save: tuple[str, int] | None = None
+    load: str = ""
+    prepare: Callable[[], object] | None = None
+
+
+class TensorPart(NamedTuple):
+    """A part of a global tensor on a rank: the flat range [start, stop) of a block of it."""
+
+    shape: tuple[int, ...]  # of the whole
+    offset: tuple[int, ...]
+    block: tuple[int, ...]
+    start: int
+    stop: int
+    data: Array
+
+    @classmethod
+    def of(cls, part: OwnedPart, data: torch.Tensor, factor: float = 1.0) -> TensorPart:
+        numbers = data.detach().double().cpu().div(factor).numpy()
+        block = part.block
+        return cls(part.spec.shape, block.offset, block.shape, start=part.start, stop=part.stop, data=numbers)
+
+
+class Sums(NamedTuple):
+    """Sums over the results of a layer: of the elements, of their squares, and their number."""
+
+    total: float = 0.0
+    squares: float = 0.0
+    number: int = 0
+
+    def __add__(self, other: Any) -> Sums:
+        return Sums(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class VerifiedStep(NamedTuple):
+    """Results of a step on one rank.
+
+    Attributes:
+        choices: of each expert, by layer with experts.
+        layers: (layer, backward) -> sums over this rank's outputs of the layer, or gradients of its inputs.
+        gradients: before clipping, by the names of weights.
+    """
+
+    loss: float
+    norm: float
+    lr: float
+    samples: int
+    skipped: bool
+    choices: tuple[tuple[int, ...], ...]
+    memory: dict[str, int]
+    traffic: dict[str, int]
+    layers: dict[tuple[str, bool], Sums]
+    gradients: dict[str, TensorPart]
+
+
+class Trained(NamedTuple):
+    """Results of a training on one rank. states: after the last step, by the names of a checkpoint."""
+
+    steps: list[VerifiedStep]
+    states: dict[str, TensorPart]
+
+
+class MadeUpDocuments:
+    """Samples of made-up tokens, of which some end a document."""
+
+    def __init__(self, samples: MockSamples) -> None:
+        self.samples, self.seq_length = samples, samples.seq_length
+
+    def __getitem__(self, index: int) -> Int64s:
+        tokens = self.samples[index]
+        return np.where(tokens < max(1, self.samples.vocab_size // ENDS), END, tokens)
+
+
+class StepRecorder:
+    """An observer of the interpreter that keeps gradients and sums of the layers' results."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        mesh, parallel = engine.mesh, engine.config.parallel
+        self.counts = mesh.tp.is_first or parallel.sequence_parallel  # else another rank has the same tokens
+        self.begin(1.0)
+
+    def begin(self, factor: float) -> None:
+        """Begin a step, whose gradients are `factor` times the model's."""
+        self.factor = factor
+        self.layers: defaultdict[tuple[str, bool], Sums] = defaultdict(Sums)
+        self.gradients: dict[str, TensorPart] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, op: Op) -> Iterator[None]:
+        if isinstance(op, Update):
+            unit = self.engine.zero.units[op.unit]
+            for part in unit.flat.owned_parts():
+                if part.weight.trains:
+                    gradient = unit.gradients.sharded_grad[part.owned.slice()]
+                    self.gradients[part.spec.name] = TensorPart.of(part, gradient, self.factor)
+        yield
+        if isinstance(op, (Forward, Backward)) and self.counts:
+            run, backward = self.engine.interpreter, isinstance(op, Backward)
+            x = (run.dx if backward else run.x).get(op.micro_batch)
+            if x is not None:
+                wide = x.double() / (self.factor if backward else 1.0)
+                sums = Sums(float(wide.sum()), float(wide.square().sum()), x.numel())
+                self.layers[op.layer, backward] += sums
+
+
+def train(rank: int, device: torch.device, task: Task) -> Trained:
+    """Train as one rank of the task's layout."""
+    if task.prepare is not None:
+        task.prepare()
+    log_as(max(rank, 1), task.layout.world_size + 1)  # errors alone
+    folders = CheckpointConfig(save=task.save[0] if task.save else "", load=task.load)
+    config = replace(task.config, checkpoint=folders)
+    mesh = Mesh.build(task.layout, rank, device, config.parallel.distributed_timeout_minutes)
+    samples: Any = MockSamples(SPLIT, config.model.seq_length, config.training.seed, config.model.vocab_size)
+    documents = bool(config.data.document_flags)
+    samples = MadeUpDocuments(samples) if documents else samples
+    datasets = Datasets(samples, samples, samples)
+    trainer = Trainer(config, mesh, datasets, END if documents else None)
+    checkpoints = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer=None, watchdog=trainer.watchdog)
+    if task.load:
+        _, trainer.progress = checkpoints.resume(find_checkpoint(trainer.config, mesh.host_group))
+    recorder = StepRecorder(trainer.engine)
+    trainer.engine.interpreter.observe = recorder
+    steps = []
+    while trainer.progress.iteration < config.training.train_iters:
+        steps.append(_step(trainer, recorder))
+        if task.save and trainer.progress.iteration == task.save[1]:
+            checkpoints.save(trainer.progress)
+    trainer.engine.wait()
+    states = {
+        name: TensorPart(
+            s.global_shape, s.offset, s.local_shape, start=s.start, stop=s.stop, data=s.data.double().cpu().numpy()
+        )
+        for name, s in trainer.engine.shards().items()
+    }
+    return Trained(steps, states)
+
+
+def _step(trainer: Trainer, recorder: StepRecorder) -> VerifiedStep:
+    """Make a step as `Trainer.iterate` does, which has an observer of its own."""
+    engine, progress, training = trainer.engine, trainer.progress, trainer.config.training
+    samples = trainer.config.batch_sizes.at(progress.consumed_samples)
+    batches, sent = trainer.train_batches.batch(progress.consumed_samples), trainer.mesh.sent()
+    parts = micro_batches(samples, training.micro_batch_size, 1) if engine.scale else 1
+    recorder.begin((engine.scale.value if engine.scale else 1.0) * parts)
+    result = engine.train_step(progress.iteration + 1, batches, samples)
+    progress.iteration += 1
+    progress.consumed_samples += samples
+    return VerifiedStep(
+        loss=result.loss,
+        norm=result.grad_norm,
+        lr=result.lr,
+        samples=samples,
+        skipped=result.skipped,
+        choices=result.experts.choices if result.experts is not None else (),
+        memory=engine.memory_bytes(result),
+        traffic={kind: total - sent[kind] for kind, total in trainer.mesh.sent().items()},
+        layers=dict(recorder.layers),
+        gradients=recorder.gradients,
+    )
+
+
+def joined(pieces: list[dict[str, TensorPart]]) -> tuple[dict[str, Array], str]:
+    """Put the tensors of all ranks together; also name the first whose copies on several ranks are not equal."""
+    found: dict[str, Array] = {}
+    unequal = ""
+    for each in pieces:
+        for name, piece in each.items():
+            whole = found.setdefault(name, np.full(piece.shape, math.nan))
+            window = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.block, strict=True))
+            block = whole[window].reshape(-1).copy()
+            old = block[piece.start : piece.stop]
+            known = ~np.isnan(old)
+            if not np.array_equal(old[known], piece.data[known]):
+                unequal = unequal or name
+            block[piece.start : piece.stop] = piece.data
+            whole[window] = block.reshape(piece.block)
+    return found, unequal

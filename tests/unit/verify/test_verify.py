@@ -1,0 +1,133 @@
+"""`megazero-verify` without ranks: runs are shrunk to the same shape, and bad input is refused in a sentence."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megazero.flags.presets import preset_names
+from megazero.verify.command import main
+from megazero.verify.compare import Difference, row
+from megazero.verify.shrink import MOST_RANKS, small_layout
+from megazero.verify.training import TensorPart, joined
+from megazero.verify.verification import Wanted, make_runs
+from tests.helpers.rings import by_default
+
+TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
+
+
+def shrunk(flags: str, world: int = 0, then: str = ""):
+    runs, (config, layout) = make_runs(Wanted(flags.split(), world, then=then), "fp64")
+    return runs, config, layout
+
+
+NAMES = [each for each in preset_names() if each != "quickstart"]
+DEFAULT = [NAMES.index(each) for each in ("zero-100b", "llama-3.1-8b-128k", "qwen3-30b-a3b", "gemma3-1b")]
+
+
+@pytest.mark.parametrize("name", by_default(NAMES, *DEFAULT))
+def test_every_preset_keeps_its_shape(name: str) -> None:
+    """Each axis, and each choice of the model, is one before and after, or more than one before and after."""
+    runs, before, real = shrunk(f"--preset {name} --vocab-size 50257")
+    (after, layout), model = runs.layout, before.model
+    assert {axis: size > 1 for axis, size in real.sizes.items()} == {axis: n > 1 for axis, n in layout.sizes.items()}
+    assert layout.world_size <= max(MOST_RANKS, 16)
+    assert set(after.model.attention_kinds) == set(model.attention_kinds)
+    kinds = [{each.has_experts(n) for n in range(each.num_layers)} for each in (model, after.model)]
+    assert kinds[0] == kinds[1]
+    for each in (lambda m: m.query_groups > 1, lambda m: m.query_groups == m.num_attention_heads,
+                 lambda m: m.moe_router_topk < m.num_experts, lambda m: 0 < m.window_size < m.seq_length,
+                 lambda m: m.num_attention_heads * m.head_dim == m.hidden_size, lambda m: m.rotary_dim == m.head_dim,
+                 lambda m: m.vocab_size % real.tp == 0 or real.tp == 1):  # fmt: skip
+        assert each(model) == each(after.model)
+    assert (before.micro_batches(real.dp) > 1) == (after.micro_batches(layout.dp) > 1)
+    assert runs.alone[1].world_size == 1 and runs.alone[0].model == after.model
+
+
+SHAPES = {  # flags and ranks -> ranks of the small layout, and its text
+    (f"{TP} 16 --num-attention-heads 64 --hidden-size 1024 --zero-stage 2", 400): (4, "pp 1 x dp 2 x tp 2"),
+    (f"{PP} 8 --num-layers 48", 64): (6, "pp 3 (layers 3,2,2) x dp 2 x tp 1"),
+    ("--zero-stage 3 --zero-shard-size 8", 64): (4, "pp 1 x dp 4 (2 x 2) x tp 1"),
+    (f"{CP} 4 --zero-stage 2", 16): (4, "pp 1 x dp 2 x cp 2 x tp 1"),
+    (f"{PP} 4 {TP} 4 {CP} 2", 64): (16, "pp 2 (layers 2,2) x dp 2 x cp 2 x tp 2"),
+    (f"{TP} 8 --architecture llama --num-query-groups 2 --num-attention-heads 32 --hidden-size 1024", 16): (
+        8, "pp 1 x dp 2 x tp 4",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "world"), SHAPES)
+def test_a_mesh_shrinks_to_the_same_axes(flags: str, world: int) -> None:
+    ranks, text = SHAPES[flags, world]
+    runs, _, _ = shrunk(f"{flags} --vocab-size 50257", world)
+    layout = runs.layout[1]
+    assert layout.world_size == ranks
+    assert re.sub(r" \(layers [\d,]*\)", "", str(layout)) == re.sub(r" \(layers [\d,]*\)", "", text)
+
+
+def test_a_small_mesh_and_a_small_model_stay() -> None:
+    flags = "--num-layers 3 --hidden-size 12 --num-attention-heads 2 --seq-length 7 --vocab-size 31"
+    runs, before, real = shrunk(f"{flags} --zero-stage 1", 3)
+    assert runs.layout[1] == replace(real, split=runs.layout[1].split)
+    kept = replace(runs.layout[0].model, init_method_std=before.model.init_method_std, max_position_embeddings=0)
+    assert kept == replace(before.model, num_layers=kept.num_layers)
+
+
+def test_ratios_of_a_batch_stay() -> None:
+    """Padding stays padding, a ramp stays one; frozen blocks are those at the same place."""
+    frozen = "--freeze-parameters token_embedding.* blocks.0.* blocks.11.*"
+    flags = f"--micro-batch-size 4 --global-batch-size 1002 --rampup-batch-size 2 100 5000 {frozen}"
+    runs, before, real = shrunk(f"{flags} --vocab-size 50257", 16)
+    after, layout = runs.layout
+    assert before.padding(real.dp) and after.padding(layout.dp)
+    assert after.training.rampup_batch_size and not after.batch_sizes.complaint()
+    assert after.training.freeze_parameters == ("token_embedding.*", "blocks.0.*", "blocks.1.*")
+
+
+def test_a_model_suits_both_layouts() -> None:
+    runs, _, _ = shrunk("--zero-stage 1 --vocab-size 999", 4, then=f"{TP} 2 {PP} 2")
+    (config, _), (then, layout) = runs.layout, runs.then
+    assert config.model == then.model and layout.tp == layout.pp == 2
+    assert config.training.global_batch_size == then.training.global_batch_size
+
+
+BAD = {
+    "--steps 0": "--steps 0: must be at least 1",
+    "--layout auto --global-batch-size 8": "--layout auto: there is no layout to verify yet",
+    "--eval-only --load there": "--eval-only trains nothing",
+    "--zero-stage 1 --world-size 4 --then --num-layers=4": "--then changes --num-layers",
+    f"{TP} 2 --world-size 3": "does not divide the 3 ranks",
+    f"{TP} 5 --world-size 5": "--num-attention-heads 12 is not divisible",
+    "--preset nothing": "no such file, nor a preset",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_input_is_a_sentence(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags.split()) == 2
+    error = capsys.readouterr().err
+    assert BAD[flags] in error and len(error.strip().splitlines()) == 1
+
+
+def test_nan_and_infinity_fail() -> None:
+    for wrong in (float("nan"), float("inf")):
+        assert not row("loss", [Difference("step 1", 0.0, 1e-9), Difference("step 2", wrong, 1e-9)]).passed
+
+
+def test_pieces_of_ranks_are_joined() -> None:
+    """Two columns of a 2 x 4 matrix, cut in the middle of a row; and copies that differ are named."""
+    left = TensorPart((2, 4), (0, 0), (2, 2), 0, 4, np.array([0.0, 1.0, 4.0, 5.0]))
+    first, second = (TensorPart((2, 4), (0, 2), (2, 2), *at, np.array(data)) for at, data in (
+        ((0, 3), [2.0, 3.0, 6.0]), ((3, 4), [7.0])))  # fmt: skip
+    whole, unequal = joined([{"w": left}, {"w": first}, {"w": second}])
+    assert np.array_equal(whole["w"], np.arange(8.0).reshape(2, 4)) and not unequal
+    assert joined([{"w": left}, {"w": left}])[1] == ""
+    assert joined([{"w": left}, {"w": left._replace(data=left.data + 1e-9)}])[1] == "w"
+
+
+def test_the_layout_itself_is_the_least_of_few_ranks() -> None:
+    _, _, real = shrunk(f"{TP} 2 {PP} 2 --zero-stage 0 --vocab-size 99")
+    assert real.world_size == 4 and small_layout(real, shrunk("--vocab-size 99")[1].model).world_size == 4
