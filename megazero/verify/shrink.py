@@ -27,6 +27,7 @@ from megazero.engine.options.schema import (
     MonitorConfig,
     PlanConfig,
 )
+from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.layout.layers import Layers
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.flag_names import flags, value_of, with_values
@@ -34,6 +35,7 @@ from megazero.flags.flag_names import flags, value_of, with_values
 MOST_RANKS = 8
 MOST_STD = 0.1  # of initial weights, which grow as the model becomes narrower
 LOSS_SCALE = 2.0**10  # of fp16; the gradients of narrow models are large
+FEW_TOKENS = 5  # of a chunk of the loss: several chunks, of which the last is shorter
 WIDTH, BLOCKED_WIDTH = 8, 32  # of a head; the second where 32 neighbours of a row share an exponent
 # Flags that change no result of a step; those of a run around its steps are dropped with their groups.
 WITHOUT_EFFECT = {"compile": False, "matmul-backend": "torch", "elastic": "", "deterministic-mode": False}
@@ -328,6 +330,7 @@ def shrink(runs: Sequence[tuple[Config, Layout]], size: int = 1) -> list[Shrunk]
         names = [spec.name for spec in known.params()]
         own = values | batch | _parallel(config, small) | {
             "freeze-parameters": _frozen(config.training.freeze_parameters, names, first.model.num_layers, values),
+            "loss-chunk-tokens": _chunk(config, layout),
             "initial-loss-scale": max(LOSS_SCALE, config.training.min_loss_scale),
             "reduce-bucket-size": _bucket(config, _largest(known), _largest(declare(config.model))),
         }  # fmt: skip
@@ -339,6 +342,11 @@ def shrink(runs: Sequence[tuple[Config, Layout]], size: int = 1) -> list[Shrunk]
             own["pipeline-split"] = config.parallel.pipeline_split
         found.append(Shrunk(with_values(config, own), small))
     return found
+
+
+def _chunk(config: Config, layout: Layout) -> int:
+    """Return --loss-chunk-tokens: several chunks if the run has several."""
+    return FEW_TOKENS if 0 < config.loss_chunk("cuda", layout.tp) < rank_tokens(config, layout) else 0
 
 
 def made_shorter(config: Config, values: dict[str, Any]) -> bool:
