@@ -42,10 +42,10 @@ def rehearse_one(asked: Asked) -> Any:
     """Rehearse a step of a GPU's rank."""
     import torch
 
-    from megazero.command.rehearsal.rehearsal import RehearsalDevice, rehearse
+    from megazero.command.rehearsal.rehearsal import RehearsalDevice, rehearse_rank
 
     torch.set_num_threads(1)
-    return rehearse(*resolved(asked), asked.rank, RehearsalDevice.of("gpu"), steps=1, saves=False)
+    return rehearse_rank(*resolved(asked), asked.rank, RehearsalDevice.of("gpu"), steps=1, saves=False)
 
 
 def rehearse_all(asked: Sequence[Asked]) -> list[Any]:

@@ -21,7 +21,7 @@ from megazero.flags.resolve import resolve
 from megazero.planner.run_plan import Plan, make_plan
 from megazero.planner.search.candidates import Candidate
 from megazero.planner.search.search import Search
-from megazero.planner.search.search_report import command
+from megazero.planner.search.search_report import search_command
 from megazero.planner.time.devices import load_device
 
 
@@ -82,7 +82,7 @@ class Row(NamedTuple):
     seconds: float
     gigabytes: float
     waits: str
-    command: str
+    search_command: str
 
 
 class Answer(NamedTuple):
@@ -139,7 +139,7 @@ def _row(plan: Plan, asked: list[str]) -> Row:
     shares = {name: parts[name] / plan.seconds for name in ("recompute", "tp", "dp", "pp", "bubble")}
     waits = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
     peak = plan.stages[plan.fullest].peak / 1e9
-    line = command(plan, parse(asked), asked)
+    line = search_command(plan, parse(asked), asked)
     return Row(", ".join(word for word in words if word), plan.seconds, peak, waits, line)
 
 

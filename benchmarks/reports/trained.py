@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.reports.blocks import markdown
 from benchmarks.reports.published import CONFIGURATIONS
-from megazero.command.rehearsal.rehearsal import RehearsalDevice, rehearse
+from megazero.command.rehearsal.rehearsal import RehearsalDevice, rehearse_rank
 from megazero.engine.model.stage import declare
 from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
@@ -78,7 +78,7 @@ def witnesses(cases: dict[str, list[str]], ranks: int) -> str:
         for title, flags in cases.items():
             memory, traffic = measure(flags, ranks, corpus, folder / title)
             config, layout = resolve(parse([*flags, "--vocab-size", "257"]), ranks, 257, declare)
-            found = rehearse(config, layout, 0, RehearsalDevice.of("cpu"), steps=1, saves=False)
+            found = rehearse_rank(config, layout, 0, RehearsalDevice.of("cpu"), steps=1, saves=False)
             for witness, ours, sent in (
                 ("trained", memory, traffic),
                 ("rehearsed", found.memory, found.traffic),

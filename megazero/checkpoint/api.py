@@ -98,13 +98,13 @@ def fill(
 def find(
     load: Path, group: Group = None, *, passing_over: Mapping[str, str] | None = None, exact: bool = False
 ) -> Path | None:
-    """Call `folders.find` on rank 0, so that all ranks load the same checkpoint."""
-    return from_rank_0(lambda: folders.find(load, passing_over, exact), group)
+    """Call `folders.find_copy` on rank 0, so that all ranks load the same checkpoint."""
+    return from_rank_0(lambda: folders.find_copy(load, passing_over, exact), group)
 
 
 def read_state(path: Path, group: Group = None) -> dict[str, Any]:
-    """Call `manifest.read_state` on rank 0; every rank raises its errors."""
-    return from_rank_0(lambda: manifest.read_state(path), group)
+    """Call `manifest.read_state_file` on rank 0; every rank raises its errors."""
+    return from_rank_0(lambda: manifest.read_state_file(path), group)
 
 
 def lock(root: Path, group: Group = None, patience: float = 0.0) -> SaveLock | None:

@@ -3,8 +3,8 @@
 Note [Whole or absent]
 A reader never meets half a checkpoint. A save writes into `.iter_0000100.partial`. Once every rank has its files on the
 disk, rank 0 renames the folder to `iter_0000100`, and then replaces `latest`. If iteration 100 was saved before, its
-old folder is first renamed to `.iter_0000100.replaced`. A crash right after that leaves no `iter_0000100`, so `find`
-takes the replaced folder. Deleting, too, begins with a rename.
+old folder is first renamed to `.iter_0000100.replaced`. A crash right after that leaves no `iter_0000100`, so
+`find_copy` takes the replaced folder. Deleting, too, begins with a rename.
 
 Note [Which one]
 If a run goes back to iteration 100 and saves 150, it has abandoned its 200 and 300, which stay on the disk. So that
@@ -50,7 +50,7 @@ def partial_folder(root: Path, iteration: int) -> Path:
     return root / f".{folder_name(iteration)}{number}{PARTIAL}"
 
 
-def find(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool = False) -> Path | None:
+def find_copy(load: Path, passing_over: Mapping[str, str] | None = None, exact: bool = False) -> Path | None:
     """Return the checkpoint that `--load` means: a folder `iter_NNNNNNN`, or one under a root. See Note [Which one].
 
     Args:

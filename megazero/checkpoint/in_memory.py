@@ -45,7 +45,7 @@ from megazero.checkpoint.manifest import (
     StoredChunk,
     parse_manifest,
     read_manifest_bytes,
-    read_state,
+    read_state_file,
     write_durably,
 )
 from megazero.checkpoint.manifest import manifest_text as text_of
@@ -304,7 +304,7 @@ class MemoryCheckpoints:
     def _held(self, path: Path) -> Held | None:
         """Return this node's part of a checkpoint; None if it is damaged, or another run's."""
         try:
-            raw, state = read_manifest_bytes(path), read_state(path)
+            raw, state = read_manifest_bytes(path), read_state_file(path)
             sizes = parse_manifest(path, raw).files
             stamp = msgspec.convert([state.get(name) for name in Stamp._fields], Stamp)
         except ValueError:  # msgspec's too
@@ -323,7 +323,7 @@ class MemoryCheckpoints:
 
     def read_state(self, found: InMemory, group: Group) -> dict[str, Any]:
         """Return the state of a checkpoint, from a node that has it."""
-        return from_rank(self.nodes.ranks[found.nodes[0]][0], lambda: read_state(self.folder / found.name), group)
+        return from_rank(self.nodes.ranks[found.nodes[0]][0], lambda: read_state_file(self.folder / found.name), group)
 
     def load(self, found: InMemory, shards: Mapping[str, LocalShard], group: Group, *, partial: bool = False) -> None:
         """Fill the shards, as `api.load`; a damaged chunk is taken from the other copy, with a warning."""

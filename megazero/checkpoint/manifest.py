@@ -223,7 +223,7 @@ def parse_manifest(folder: Path, raw: bytes) -> Manifest:
     return manifest
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_state_file(folder: Path) -> dict[str, Any]:
     """Return the `state` that was saved; check its checksum and those of attached files.
 
     Raises:

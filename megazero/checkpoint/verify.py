@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from megazero.checkpoint.manifest import Damaged, StoredChunk, missing_part, read_manifest, read_state
+from megazero.checkpoint.manifest import Damaged, StoredChunk, missing_part, read_manifest, read_state_file
 from megazero.checkpoint.storage import ChunkReader
 from megazero.engine.plan.layout.regions import coverage_fault
 
@@ -16,7 +16,7 @@ def faults(path: Path) -> Iterator[str]:
     path = Path(path)
     try:
         manifest = read_manifest(path)
-        read_state(path)
+        read_state_file(path)
     except ValueError as error:
         yield str(error)
         return

@@ -44,7 +44,7 @@ def _lock(folder: Path) -> None:
         raise
 
 
-def read(name: str) -> str:
+def read_note(name: str) -> str:
     """Return a note; empty if there is none, or no agent."""
     folder = os.environ.get(FOLDER)
     if not folder:

@@ -39,7 +39,7 @@ def report_failure(world: World, message: str) -> None:
             log.error(f"cannot reach the other ranks: {error}")
 
 
-def explain(world: World, lost: PeerLost) -> str:
+def explain_lost(world: World, lost: PeerLost) -> str:
     """Return why a peer is lost: the message of the rank that failed first, or else the ranks that do not respond.
 
     Every rank that lost a peer marks itself as alive. A rank that does not, within a few seconds, is frozen, gone, or

@@ -227,11 +227,11 @@ def end_with_launcher(world: World) -> None:
         return
 
     def watch() -> None:
-        while os.getppid() == parent and not agent_notes.read(agent_notes.LOST):
+        while os.getppid() == parent and not agent_notes.read_note(agent_notes.LOST):
             time.sleep(0.5)
         if os.getppid() == parent:
             time.sleep(LOST_SECONDS)  # in which this rank may end by itself, with a message of its own
-        log.error(agent_notes.read(agent_notes.LOST) or "its launcher was killed; ending")
+        log.error(agent_notes.read_note(agent_notes.LOST) or "its launcher was killed; ending")
         exit_now(1)
 
     threading.Thread(target=watch, name="launcher's end", daemon=True).start()

@@ -31,7 +31,7 @@ def reporting_errors(command: Command, world: World) -> Iterator[None]:
     except PeerLost as error:
         # At once, because this rank may be ended before they answer.
         log.error(f"{error}{place_of(error)}; asking the others why")
-        fail(world, failures.explain(world, error), report=False)
+        fail(world, failures.explain_lost(world, error), report=False)
     except ModuleNotFoundError as error:
         fail(world, f"this run {missing_package(error)}")
     except KeyboardInterrupt:

@@ -35,4 +35,4 @@ def predict(command: Command) -> None:
     plan = make_plan(*plan_config(config))
     plan_report.show(plan, console)
     if config.log.log_dir:
-        plan_report.write(plan, Path(config.log.log_dir))
+        plan_report.write_plan(plan, Path(config.log.log_dir))

@@ -112,7 +112,7 @@ def prepare(command: Command, world: World) -> Prepared:
     tokenizer = data_tokenizer(config)
     ranks = find_ranks(config, world, device)
     choice = choose_flags(command, config, ranks, tokenizer.vocab_size if tokenizer else 0)
-    checked = check(choice.config, ranks, tokenizer)
+    checked = check_run(choice.config, ranks, tokenizer)
     verdict = verdict_of_rank_0(checked) if world.rank == 0 else Verdict()
     if verdict.refusal and world.has_peers:  # at once, because the others may start late, or never
         log.error(f"{verdict.refusal}; this rank ends once all ranks have joined")
@@ -144,7 +144,7 @@ def choose_flags(command: Command, config: Config, ranks: Ranks, vocabulary: int
             vocab_size=vocabulary,
             device=priced,
         )
-        chosen = table.row(relayout.read(Path(config.checkpoint.save), table.digest()), num_nodes(world))
+        chosen = table.row(relayout.read_layouts(Path(config.checkpoint.save), table.digest()), num_nodes(world))
     else:
         chosen = choose_layout(config, command.given, size, vocab_size=vocabulary, device=priced)
     given = {*command.given, *chosen.names(config)} - {"layout", "device-type"}
@@ -157,7 +157,7 @@ def choose_flags(command: Command, config: Config, ranks: Ranks, vocabulary: int
     )
 
 
-def check(config: Config, ranks: Ranks, tokenizer: Tokenizer | None) -> Checked:
+def check_run(config: Config, ranks: Ranks, tokenizer: Tokenizer | None) -> Checked:
     """Resolve the options, and refuse those that this rank's device, memory or data do not allow."""
     world, device = ranks.world, ranks.device
     config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0, declare)

@@ -62,7 +62,7 @@ class RunEvents:
             "layout": asdict(self.mesh.layout),
             "parameters": num_parameters(declare(self.config.model)),
             "active_parameters": active_parameters(declare(self.config.model)),
-            "environment": environment(self.mesh),
+            "environment": software(self.mesh),
         }
 
     def start(self, iteration: int, lost: Lost) -> None:
@@ -142,7 +142,7 @@ def _event(name: str, iteration: int) -> Record:
     return {"event": name, "time": written, "at": now, "iteration": iteration}
 
 
-def environment(mesh: Mesh) -> dict[str, Any]:
+def software(mesh: Mesh) -> dict[str, Any]:
     """Return the hardware and software of a run, as far as rank 0 sees them."""
     on_gpu = mesh.device.type == "cuda"
     found = {
@@ -153,7 +153,7 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if on_gpu else None,
-        "commit": commit(),
+        "commit": git_commit(),
         "slurm job": scheduler.job_id(),
     }
     return {name: value for name, value in found.items() if value is not None}
@@ -165,7 +165,7 @@ def cpu_name() -> str:
     return found[1] if found else platform.machine()
 
 
-def commit() -> str | None:
+def git_commit() -> str | None:
     """Return the git commit of this code; None if it is not a clone."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
     try:

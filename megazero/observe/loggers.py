@@ -16,7 +16,7 @@ from megazero.flags.cli import Command
 from megazero.flags.flag_names import to_toml
 from megazero.log import log
 from megazero.observe.progress_line import InUse, ProgressLine, Record
-from megazero.observe.report.runs import parse
+from megazero.observe.report.runs import parse_record
 from megazero.observe.start_clock import Lost
 from megazero.optional import require_optional
 from megazero.world import first_start
@@ -161,7 +161,7 @@ def _divide(lines: list[str], last: float) -> tuple[list[str], Lost]:
     tail: list[tuple[str, Record]] = []
     until = 0.0
     while lines:
-        record = parse(lines[-1])
+        record = parse_record(lines[-1])
         until = max(until, record.get("at", 0.0))
         if "step_seconds" in record and record["iteration"] <= last:
             break

@@ -49,7 +49,7 @@ class Profiler:
                 self.close()
         found: dict[str, object] = {}
         if self.compares:
-            found |= stragglers.report(self.mesh, self.iteration, recorded.computed())
+            found |= stragglers.report_slow(self.mesh, self.iteration, recorded.computed())
         if self.meter is not None and self.measures:
             found |= self.meter.measure(recorded.computed(), simulates=self.mesh.rank == 0)
         return found

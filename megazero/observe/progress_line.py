@@ -43,14 +43,14 @@ class ProgressLine:
         if self.bar is not None:
             self.bar.update(self.task, completed=i, description=left)
         if i % self.interval == 0 or i == self.last or "validation_loss" in record:
-            log.info(line(record, self.last, self.seq_length, in_use=self.in_use(), left=left))
+            log.info(progress_line(record, self.last, self.seq_length, in_use=self.in_use(), left=left))
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
 
 
-def line(record: Record, last: int, seq_length: int, in_use: tuple[int, int] | None, left: str) -> str:
+def progress_line(record: Record, last: int, seq_length: int, in_use: tuple[int, int] | None, left: str) -> str:
     """Return the progress line of an iteration."""
     parts = [f"iteration {record['iteration']:>{len(str(last))}}/{last}", f"loss {record['loss']:.4f}"]
     if "validation_loss" in record:

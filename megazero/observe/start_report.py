@@ -23,7 +23,7 @@ from megazero.flags.flag_names import as_flag, flags, to_toml, value_of
 from megazero.flags.presets import preset_values
 from megazero.host import Machine
 from megazero.log import log
-from megazero.planner.bytes.bytes_report import expert_words, padding_warning, padding_words, queue_line, table
+from megazero.planner.bytes.bytes_report import bytes_table, expert_words, padding_warning, padding_words, queue_line
 from megazero.planner.bytes.estimate import KINDS, StageBytes, stage_bytes
 from megazero.units import count, ranges, size
 
@@ -89,9 +89,9 @@ def screen(
         "memory": _memory(config, layout, machine),
         "plan": f"{training.train_iters:,} iterations of {training.global_batch_size:,} samples ({batch}"
         f"{padding_words(config, layout)}) of {model.seq_length:,} tokens: {count(tokens)} tokens{epochs}",
-        "options": " ".join(options(asked)),
+        "options": " ".join(option_lines(asked)),
         "defaults": chosen,
-        "kept": kept(config),
+        "kept": kept_lines(config),
         "note": large_vocabulary(config, num_ids),
         "warning": "\n".join(filter(None, warnings)),
     }
@@ -198,7 +198,7 @@ def _kinds(found: StageBytes) -> str:
     return ", ".join(f"{KIND_NAMES.get(kind, kind)} {size(num_bytes)}" for kind, num_bytes in shown.items())
 
 
-def options(asked: Config) -> list[str]:
+def option_lines(asked: Config) -> list[str]:
     """Return the other flags that differ from their defaults, or from the values of --preset."""
     known: Mapping[str, Any] = preset_values(asked.preset) if asked.preset else {}
     found = [f"--preset {asked.preset}"] if asked.preset else []
@@ -233,7 +233,7 @@ def cpu_text(precision: str, threads: int, flags: Container[str]) -> str:
     return f"{text}; {precision} is slower than fp32 on this CPU, which has no AMX" if slow else text
 
 
-def kept(config: Config) -> str:
+def kept_lines(config: Config) -> str:
     """Return the flags that would keep more of a run; empty if it keeps everything, or only evaluates."""
     if config.evaluation.eval_only or (config.checkpoint.save and config.log.log_dir):
         return ""
@@ -273,7 +273,7 @@ def details(
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {numpy.__version__}"
     variables = [f"{name}={value}" for name, value in environment.items()]
     parts = [
-        table(config, layout, machine.device_type),
+        bytes_table(config, layout, machine.device_type),
         notes,
         "\n  ".join(["environment", f"{versions}, {platform.platform()}", *variables]),
         "\n  ".join(["hosts", *(f"{host}: ranks {', '.join(ranges(here))}" for host, here in ranks.items())]),

@@ -35,7 +35,7 @@ def slow_ranks(seconds: list[float], peers: int) -> list[tuple[int, float]]:
     return sorted(found, key=lambda rank: -rank[1])
 
 
-def report(mesh: Mesh, iteration: int, intervals: list[Interval]) -> dict[str, object]:
+def report_slow(mesh: Mesh, iteration: int, intervals: list[Interval]) -> dict[str, object]:
     """Compare the ranks' computing times of an iteration, and log the slow ranks. All ranks call this.
 
     Returns:

@@ -60,14 +60,14 @@ def show(plan: Plan, console: Console) -> None:
     stages = [(str(number), plan.stages[number]) for number in _rows(plan)]
     kinds = [kind.replace("_", " ") for kind in KINDS]
     held = [(name, *_gigabytes(*stage.at_peak.values(), stage.peak), _free(plan, stage.peak)) for name, stage in stages]
-    console.print(table("GB per device at the peak of a step", ("stage", *kinds, "peak", "free"), held))
+    console.print(plan_table("GB per device at the peak of a step", ("stage", *kinds, "peak", "free"), held))
     sent = [(name, *map(_amount, stage.traffic.values())) for name, stage in stages]
-    console.print(table("GB sent per device and step", ("stage", *plan.stages[0].traffic), sent))
+    console.print(plan_table("GB sent per device and step", ("stage", *plan.stages[0].traffic), sent))
     if len(plan.stages) > MOST_ROWS:
         console.print(f"({len(plan.stages)} stages; the others are between these)")
     if plan.free >= 0:
         title = f"seconds of a step on stage {plan.time.expected.rank}, the busiest"
-        console.print(table(title, ("part", "seconds", "share"), _parts(plan)))
+        console.print(plan_table(title, ("part", "seconds", "share"), _parts(plan)))
     for line in summary(plan):
         console.print(line, highlight=False)
     if config.plan.mtbf and plan.free >= 0:
@@ -83,7 +83,7 @@ def show_failures(plan: Plan, console: Console) -> None:
         numbers = (word for way in found for word in (duration(way.interval), f"{way.goodput:.2%}"))
         rows.append((f"{devices:,}", duration(goodput.SECONDS_PER_HOUR * hours / devices), *numbers))
     headings = "devices", "between failures", "save to disk every", "goodput", "copy to memory every", "goodput"
-    console.print(table(f"failures, every {hours:g} hours of a device", headings, rows))
+    console.print(plan_table(f"failures, every {hours:g} hours of a device", headings, rows))
     disk, memory = (max(1, round(way.interval / plan.seconds)) for way in failure_ways(plan))
     console.print(
         f"this job: --save-interval {disk}, or --memory-checkpoint-interval {memory} with rare saves; a checkpoint has "
@@ -92,7 +92,7 @@ def show_failures(plan: Plan, console: Console) -> None:
     )
 
 
-def table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+def plan_table(title: str, headings: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     """Make a table of numbers, and of names in a column "part"."""
     from rich.table import Table
 
@@ -200,14 +200,14 @@ def _amount(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.3f}" if num_bytes >= 1e6 else f"{num_bytes:,} B"
 
 
-def write(plan: Plan, folder: Path) -> None:
+def write_plan(plan: Plan, folder: Path) -> None:
     """Write plan.json and plan.png into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "plan.json", json.dumps(as_json(plan), indent=1) + "\n")
-    draw(plan, folder / "plan.png")
+    draw_plan(plan, folder / "plan.png")
 
 
-def draw(plan: Plan, path: Path) -> None:
+def draw_plan(plan: Plan, path: Path) -> None:
     """Draw the bytes of every stage by kind; below, those of the fullest stage over a step, and its operations."""
     import matplotlib
 

@@ -126,7 +126,7 @@ def hidden_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     return rows * model.hidden_size * BYTES[training.precision]
 
 
-def kept_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
+def kept_input_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
     """Return the bytes of a block's input that is kept for recompute: with Pa, a rank's part of it."""
     each = BYTES[config.training.precision]
     parts = layout.tp if config.activations.partition_activations else 1
@@ -177,7 +177,7 @@ def least_held(config: Config, layout: Layout, numel: Mapping[str, int], blocks:
     if training.freeze_parameters or not config.trains:  # layers before the first trained one keep no input
         return held
     live = config.micro_batches(layout.dp) if config.parallel.pipeline_schedule == "gpipe" else 1
-    kept = 0 if config.activations.checkpoint_in_cpu else live * blocks * kept_bytes(config, layout)
+    kept = 0 if config.activations.checkpoint_in_cpu else live * blocks * kept_input_bytes(config, layout)
     gradients = sum(states[name].gradients.of(count) for name, count in numel.items())
     logits = logits_bytes(config, layout) if last else 0
     if gradients > kept + logits:
@@ -209,7 +209,7 @@ class StepSizes:
         self.rates = self.optimizer.others
         self._owned: dict[str, OwnedSizes] = {}
         cp_rank = places["cp"] if places is not None else 0
-        self.hidden, self.kept = hidden_bytes(config, layout, cp_rank), kept_bytes(config, layout, cp_rank)
+        self.hidden, self.kept = hidden_bytes(config, layout, cp_rank), kept_input_bytes(config, layout, cp_rank)
         self.numel = {name: unit.numel for name, unit in spec.units.items()}
         arena, micro_batches = config.activations.contiguous_checkpointing, config.micro_batches(layout.dp)
         self.persistent = {

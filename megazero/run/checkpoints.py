@@ -25,7 +25,7 @@ from megazero.engine.step.engine import Engine
 from megazero.engine.zero.shards import LocalShard
 from megazero.log import log
 from megazero.run.changes import changed_options
-from megazero.run.resume import check_data, check_model, find_checkpoint, takes_memory
+from megazero.run.resume import check_data, check_same_model, find_checkpoint, takes_memory
 from megazero.run.run_state import Progress, RunState, attached_tokenizer, is_hugging_face, source_digest
 from megazero.run.stopping import DeadRun, newest_words
 from megazero.units import things
@@ -343,7 +343,7 @@ class Checkpoints:
         else:
             assert self.memory is not None
             state = RunState.of(path, self.memory.read_state(found, self.mesh.host_group))
-            check_model(path, state.typed_model(path), self.config.model)
+            check_same_model(path, state.typed_model(path), self.config.model)
         finetunes = self.config.checkpoint.finetune and found is None
         if finetunes or self.config.evaluation.eval_only or state.weights_only:
             self._load_weights(path, state.expert_biases)

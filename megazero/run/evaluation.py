@@ -114,7 +114,7 @@ class Evaluator:
         return record
 
 
-def line(record: Record) -> str:
+def evaluation_line(record: Record) -> str:
     """Format the result of --eval-only for the console."""
     split = record["eval_split"]
     parts = [f"iteration {record['iteration']}: {split} loss {record[f'{split}_loss']:.4f}"]

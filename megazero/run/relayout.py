@@ -113,7 +113,7 @@ def start_words(config: Config, world: World, layout: str) -> str:
     return f"generation {generation()}: {nodes} of at most {most}, {ranks}: {layout}"
 
 
-def read(save: Path, digest: str) -> dict[int, Chosen]:
+def read_layouts(save: Path, digest: str) -> dict[int, Chosen]:
     """Return the rows in the --save folder; none if they answer another question, or the file is damaged."""
     try:
         kept = msgspec.json.decode(read_small(save / LAYOUTS), type=Table)
@@ -127,7 +127,7 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def write(save: Path, digest: str, rows: Mapping[int, Chosen]) -> None:
+def write_layouts(save: Path, digest: str, rows: Mapping[int, Chosen]) -> None:
     """Keep the rows, all or none."""
     write_atomically(save / LAYOUTS, msgspec.json.encode(Table(digest, dict(rows))))
 
@@ -141,7 +141,7 @@ def complete(question: Question, rank: int, size: int, group: Any) -> None:
         ValueError: on every rank, if no layout fits on some number of nodes.
     """
     save, digest = Path(question.config.checkpoint.save), question.digest()
-    kept: dict[int, Chosen] = gather_all(read(save, digest) if rank == 0 else {}, group)[0]
+    kept: dict[int, Chosen] = gather_all(read_layouts(save, digest) if rank == 0 else {}, group)[0]
     missing = question.missing(kept)
     if not missing:
         return
@@ -155,7 +155,7 @@ def complete(question: Question, rank: int, size: int, group: Any) -> None:
         raise ValueError(f"{refusals[0]}; or allow other numbers of nodes")
     log.info(question.words(rows))
     if rank == 0:
-        write(save, digest, rows)
+        write_layouts(save, digest, rows)
 
 
 def _part(question: Question, numbers: list[int]) -> dict[int, Chosen] | str:

@@ -79,7 +79,7 @@ def check_replicas(engine: Engine, iteration: int) -> None:
         axis = axes[axis_name]
         table = torch.zeros(axis.size, len(named), dtype=torch.int64, device=mesh.device)
         table[axis.rank] = torch.stack([value for _, value in named])
-        faults += differences(
+        faults += differing_replicas(
             axis.all_reduce_(table, kind="control").cpu(), [n for n, _ in named], axis.ranks, axis.hosts
         )
     if mesh.agree(len(faults), MAX):
@@ -91,7 +91,9 @@ def check_replicas(engine: Engine, iteration: int) -> None:
         )
 
 
-def differences(table: torch.Tensor, names: Sequence[str], ranks: Sequence[int], hosts: Sequence[str]) -> list[str]:
+def differing_replicas(
+    table: torch.Tensor, names: Sequence[str], ranks: Sequence[int], hosts: Sequence[str]
+) -> list[str]:
     """Return a sentence for each name whose column of `table` [ranks, names] has several values."""
     faults = []
     for at in (table != table[0]).any(0).nonzero().flatten().tolist():

@@ -58,7 +58,7 @@ def find_checkpoint(
                 raise
             known[path.name] = str(error)
             continue
-        check_model(path, state.typed_model(path), config.model)
+        check_same_model(path, state.typed_model(path), config.model)
         break
     if config.evaluation.eval_only and path is None:
         raise ValueError(f"--eval-only: --load {options.load} holds no checkpoint; give the --save folder of a run")
@@ -113,7 +113,7 @@ def _guard_save(load: str, save: str, path: Path | None, finetune: bool) -> None
     raise ValueError(f"{holds}, and --load {load} {elsewhere}; --load {save} resumes it, or name another folder")
 
 
-def check_model(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
+def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
     """Refuse a checkpoint whose tensors have other names or shapes than this run's."""
     wrong = []
     for name, ours in asdict(model).items():

@@ -14,7 +14,7 @@ from msgspec import Meta
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
 from megazero.checkpoint.folders import LATEST
-from megazero.checkpoint.manifest import read_state
+from megazero.checkpoint.manifest import read_state_file
 from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
 from megazero.engine.options.schema import Config, ModelConfig
 from megazero.flags.validate import check_values
@@ -85,7 +85,7 @@ class RunState:
     @classmethod
     def read_alone(cls, path: Path) -> RunState:
         """Read as `read`, in this process alone."""
-        return cls.of(path, read_state(path))
+        return cls.of(path, read_state_file(path))
 
     @classmethod
     def of(cls, path: Path, content: dict[str, Any]) -> RunState:

@@ -196,7 +196,7 @@ class Wishes:
             found.append(Wish[f"STOP_{self.signals.noted.name}"])
         if self.clock is not None:
             found.append(self.clock.wish(time.time()))
-        if agent_notes.read(agent_notes.CHANGED):
+        if agent_notes.read_note(agent_notes.CHANGED):
             found.append(Wish.STOP_NODES)
         if self.stop_file is not None and self.stop_file.exists():
             found.append(Wish.STOP_FILE)
@@ -238,7 +238,7 @@ def newest_words(save: str) -> str:
     if not save:
         return "--save is not given"
     try:
-        newest = within(LOOK_SECONDS, lambda: folders.find(Path(save)))
+        newest = within(LOOK_SECONDS, lambda: folders.find_copy(Path(save)))
     except (OSError, ValueError) as error:  # OSError: also a time-out
         return f"--save {save} cannot be read: {error or 'it does not respond'}"
     if newest is None:

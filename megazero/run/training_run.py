@@ -15,7 +15,7 @@ from megazero.observe.loggers import Writers, open_writers
 from megazero.observe.memory_report import device_in_use
 from megazero.observe.start_clock import StartClock
 from megazero.run.checkpoints import Checkpoints
-from megazero.run.evaluation import Evaluation, Stopped, line
+from megazero.run.evaluation import Evaluation, Stopped, evaluation_line
 from megazero.run.exports import Exports
 from megazero.run.replicas import check_replicas
 from megazero.run.stopping import ENDING, EVALUATING, DeadRun, Wish, Wishes, stopped_words, training_promise
@@ -148,7 +148,7 @@ class TrainingRun:
         if isinstance(found, Stopped):
             log.info(f"stopped by {found.stop.why} after {found.done:.0%} of the evaluation: no result")
             return found.stop
-        log.info(line(record))
+        log.info(evaluation_line(record))
         return None
 
     def _open_writers(self, events: RunEvents) -> Writers:

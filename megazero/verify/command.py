@@ -68,13 +68,13 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         log.error(f"error: {error}")
         return REFUSED
-    show(verdict)
+    show_proof(verdict)
     if options.json:
         write_atomically(Path(options.json), json.dumps(to_json(verdict, wanted), indent=1).encode())
     return PASSED if verdict.passed else FAILED
 
 
-def show(verdict: object) -> None:
+def show_proof(verdict: object) -> None:
     """Print the tables and the verdict."""
     from rich.console import Console
     from rich.table import Table

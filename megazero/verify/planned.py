@@ -24,7 +24,9 @@ def unplanned(config: Config, layout: Layout, on_gpu: bool) -> tuple[str, ...]:
     return (*(() if even else UNBALANCED), *(("peak",) if on_gpu else ()))
 
 
-def difference(config: Config, layout: Layout, ranks: list[Trained], on_gpu: bool, traffic: bool) -> tuple[str, str]:
+def unplanned_bytes(
+    config: Config, layout: Layout, ranks: list[Trained], on_gpu: bool, traffic: bool
+) -> tuple[str, str]:
     """Return the place of the first bytes that are not the planned ones, and both numbers; empty texts if all are.
 
     Steps of a smaller batch than the planned one are left out.

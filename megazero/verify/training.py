@@ -151,7 +151,7 @@ class StepRecorder:
                 self.layers[op.layer, backward] += sums
 
 
-def train(rank: int, device: torch.device, task: Task) -> Trained:
+def train_rank(rank: int, device: torch.device, task: Task) -> Trained:
     """Train as one rank of the task's layout."""
     if task.prepare is not None:
         task.prepare()

@@ -27,10 +27,10 @@ from megazero.log import log
 from megazero.planner.run_plan import vocabulary
 from megazero.units import count, things
 from megazero.verify.compare import Comparison, Row, Whole, noted, row
-from megazero.verify.planned import difference, unplanned
+from megazero.verify.planned import unplanned, unplanned_bytes
 from megazero.verify.shrink import Shrunk, changes, least_world, shrink, steps_alone
 from megazero.verify.tolerance import Tolerance
-from megazero.verify.training import Task, Trained, train
+from megazero.verify.training import Task, Trained, train_rank
 
 USUAL_VOCABULARY = 50257  # of a run whose tokenizer is not on this machine; GPT-2's
 SECONDS, LONG = 300.0, 7200.0  # in which ranks must answer; the second with --keep
@@ -261,7 +261,7 @@ class Verification:
     ) -> list[Trained]:
         start = time.monotonic()
         try:
-            found: list[Trained] = ranks.run(train, Task(*run, save=save, load=load, prepare=self.prepare))
+            found: list[Trained] = ranks.run(train_rank, Task(*run, save=save, load=load, prepare=self.prepare))
         except RankLost as error:
             raise RankLost(f"{title}: {error}") from None
         log.info(f"  trained: {title}, {things(ranks.world, 'rank')}, {time.monotonic() - start:.1f} s")
@@ -272,7 +272,7 @@ class Verification:
         comparison = self._comparison(runs, Whole.of(alone), Whole.of(found))
         rows = comparison.rows(self._unpadded(runs))
         for what, traffic in (("bytes in memory", False), ("bytes sent", True)):
-            where, note = difference(config, layout, found, self.gpus, traffic=traffic)
+            where, note = unplanned_bytes(config, layout, found, self.gpus, traffic=traffic)
             if len(skipped := unplanned(config, layout, self.gpus)) > 1 and not where:
                 where = f"without {', '.join(skipped)}: they depend on the loads of experts"
             rows.append(noted(f"{what}, of every rank", not note, note or "as planned", where))

@@ -40,9 +40,9 @@ gate.mkdir(exist_ok=True)
 (gate / os.environ["RANK"]).touch()
 while done() < steps:
     time.sleep(0.05)
-    if agent_notes.read(agent_notes.LOST):
-        sys.exit(agent_notes.read(agent_notes.LOST))
-    if agent_notes.read(agent_notes.CHANGED):
+    if agent_notes.read_note(agent_notes.LOST):
+        sys.exit(agent_notes.read_note(agent_notes.LOST))
+    if agent_notes.read_note(agent_notes.CHANGED):
         agent_notes.leave(agent_notes.STOPPED, "STOP_NODES")
         sys.exit(75)
     if rank == 0:

@@ -120,7 +120,7 @@ def test_a_store_that_goes_away_is_asked_again(monkeypatch):
     monkeypatch.setattr(node_agent, "last_words", lambda *it: answer(*it) if not gone else fail(gone.pop()))
     monkeypatch.setattr(node_agent, "is_here", lambda host: False)  # else it starts a store
     new = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    node_agent.connect("127.0.0.1", new.port, node_agent.Seal("secret")).set("key", "value")
+    node_agent.connect_to_store("127.0.0.1", new.port, node_agent.Seal("secret")).set("key", "value")
     assert new.get("key") == b"value"
 
 

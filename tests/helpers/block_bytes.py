@@ -13,7 +13,7 @@ from megazero.engine.plan.layout.layers import Use
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import Forward, Keep
 from megazero.engine.step.engine import Engine
-from megazero.planner.sizes import kept_bytes
+from megazero.planner.sizes import kept_input_bytes
 from megazero.planner.trace.trace import trace_block
 
 
@@ -53,7 +53,7 @@ def block_saves(config: Config, layout: Layout, device_type: str) -> list[int]:
     """Predict the same from a trace, on the device alone: kept inputs may be on the host."""
     activations = config.activations
     if activations.recompute == "full":
-        return [] if activations.checkpoint_in_cpu else [kept_bytes(config, layout)]
+        return [] if activations.checkpoint_in_cpu else [kept_input_bytes(config, layout)]
     traced = trace_block(config, layout, device_type)
     return sorted([traced.saved_input, *traced.saved])
 

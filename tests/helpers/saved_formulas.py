@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from megazero.engine.model.layers.fused_attention import is_fused
+from megazero.engine.model.layers.fused_attention import is_attention_fused
 from megazero.engine.options.schema import BYTES, Config
 from megazero.engine.plan.layout.flat_layout import partition_numel
 from megazero.engine.plan.layout.topology import Layout
@@ -72,7 +72,7 @@ def computed_saves(config: Config, layout: Layout, device_type: str) -> list[Sav
         return found + [Saved(f"{name} output", (rows, h), w)] * keeps
 
     found = [*norm(1), Saved("queries, keys, values", (tokens, 3 * h // tp), w)]
-    if is_fused(device_type, training.precision, model.attention_dropout > 0):
+    if is_attention_fused(device_type, training.precision, model.attention_dropout > 0):
         found.append(Saved("attention log-sum-exp", (b, heads, s), wide))
     elif keeps:
         found.append(Saved("attention weights", (b, heads, s, s), w))

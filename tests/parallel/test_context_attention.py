@@ -21,7 +21,7 @@ from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.context_parallel.dealt import DealtTokens, score_rows
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.attention import CoreAttention
-from megazero.engine.model.layers.fused_attention import is_fused
+from megazero.engine.model.layers.fused_attention import is_attention_fused
 from megazero.engine.model.scores import Scores
 from megazero.engine.plan.layout.topology import Layout
 from tests.helpers.late import late_collectives
@@ -341,8 +341,10 @@ def test_flash_attention_takes_the_pieces_of_a_gpu(ranks) -> None:
 
 def test_a_gpu_without_flash_attention_has_explicit_weights() -> None:
     with pretended_gpu((7, 0)):
-        assert is_fused("cuda", "fp16", False) and not is_fused("cuda", "fp16", False, dealt=True)
+        assert is_attention_fused("cuda", "fp16", False) and not is_attention_fused("cuda", "fp16", False, dealt=True)
     with pretended_gpu((8, 0)):
-        assert is_fused("cuda", "bf16", False, True, dealt=True)
-        assert is_fused("cuda", "fp32", False) and not is_fused("cuda", "fp32", False, dealt=True)
-    assert is_fused("meta", "bf16", False, dealt=True) and is_fused("cpu", "fp32", False, dealt=True)
+        assert is_attention_fused("cuda", "bf16", False, True, dealt=True)
+        assert is_attention_fused("cuda", "fp32", False) and not is_attention_fused("cuda", "fp32", False, dealt=True)
+    assert is_attention_fused("meta", "bf16", False, dealt=True) and is_attention_fused(
+        "cpu", "fp32", False, dealt=True
+    )

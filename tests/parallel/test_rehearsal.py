@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megazero.command.rehearsal.rehearsal import RehearsalDevice, rehearse
+from megazero.command.rehearsal.rehearsal import RehearsalDevice, rehearse_rank
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, train
 
@@ -64,7 +64,7 @@ def test_real_ranks_the_rehearsal_and_the_estimate_agree(case: Case, ranks) -> N
     outcomes = ranks(case.world).run(train, case, 2)
     config, layout = case.resolved()
     for rank in (case.world - 1, 0)[: 1 + (case in SLOW)]:
-        found = rehearse(config, layout, rank, RehearsalDevice.of("cpu"))
+        found = rehearse_rank(config, layout, rank, RehearsalDevice.of("cpu"))
         assert found.memory == outcomes[rank].memory[-1] == found.estimated_memory
         assert found.traffic == outcomes[rank].sent[-1] == found.estimated_traffic
         for kind, num_bytes in found.traffic.items():

@@ -457,7 +457,7 @@ def slow_ranks(rank: int, config: Config) -> object:
     """Report of an iteration in which rank 1 computed for five seconds, and rank 0 for one."""
     mesh = run_of(rank, 2, config).mesh
     late = Interval(Forward("blocks.0", 0, True), 0, (1 + 4 * rank) * 10**9)
-    return stragglers.report(mesh, 3, [late]).get("slow_ranks")
+    return stragglers.report_slow(mesh, 3, [late]).get("slow_ranks")
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -46,7 +46,7 @@ from torch.distributed.run import config_from_args, parse_args
 from megazero.checkpoint.folders import save_mark
 from megazero.cluster import agent_notes as notes
 from megazero.cluster.elastic import secret, store_process
-from megazero.cluster.elastic.same_command import absolute_save, difference
+from megazero.cluster.elastic.same_command import absolute_save, first_difference
 from megazero.cluster.elastic.secret import Seal
 from megazero.cluster.elastic.signed_state import SignedState
 from megazero.cluster.elastic.store_process import COMMAND, END, RUN, SILENCE
@@ -197,11 +197,11 @@ def meeting(endpoint: str, least: int, most: int, wait_seconds: float, save: str
     """
     host, port = parse_rendezvous_endpoint(endpoint, default_port=29400)
     try:
-        seal = Seal(secret.find(save) if port else secret.draw())
+        seal = Seal(secret.shared_secret(save) if port else secret.draw_secret())
     except (OSError, ValueError) as error:
         raise Ended(str(error)) from None
     if port:
-        store = connect(host, port, seal)
+        store = connect_to_store(host, port, seal)
     else:
         host, store = LOOPBACK, host_store(LOOPBACK, 0, timeout=timedelta(seconds=ANSWER_SECONDS))
     limits = Limits(join=timedelta(seconds=wait_seconds))
@@ -247,14 +247,14 @@ def admit(found: Meeting, words: Sequence[str]) -> bool:
     if not found.has_nodes:
         found.end("all nodes of the run have left")
         return False
-    here, there = difference(words, first["words"])
+    here, there = first_difference(words, first["words"])
     raise Ended(
         f"this node has {here}, and the run at {where} has {there}; start the same command on every node, or end that "
         "run first"
     )
 
 
-def connect(host: str, port: int, seal: Seal) -> dist.TCPStore:
+def connect_to_store(host: str, port: int, seal: Seal) -> dist.TCPStore:
     """Return the store of a run that has not ended; the store of an ended one goes away within seconds."""
     timeout, until = timedelta(seconds=ANSWER_SECONDS), time.monotonic() + ANSWER_SECONDS
     ended, why = None, ""
@@ -316,13 +316,13 @@ class Agent(LocalElasticAgent):
         """Meet the other agents, and start the ranks again, unless the ranks were asked to end."""
         self._stop_workers(worker_group)
         codes = {failure.exitcode for failure in self.failed.failures.values()} if self.failed else set()
-        why = notes.read(notes.STOPPED)
+        why = notes.read_note(notes.STOPPED)
         if INTERRUPTED in codes or (SAVED_EARLY in codes and why not in ("STOP_SIGTERM", "STOP_NODES")):
             code = INTERRUPTED if INTERRUPTED in codes else SAVED_EARLY
             raise self.meeting.end(f"the run was asked to end ({why or 'SIGINT'})", code)
         if SAVED_EARLY in codes:
             self.failed = None
-        self.ended_at = notes.read(notes.BEGAN), self.meeting.members
+        self.ended_at = notes.read_note(notes.BEGAN), self.meeting.members
         self.trained |= self.ended_at[0] != ""
         super()._restart_workers(worker_group)
 

@@ -18,7 +18,7 @@ def absolute_save(words: Sequence[str]) -> tuple[list[str], str]:
     return found, save
 
 
-def difference(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
+def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
     """Return the first words that differ between two commands, with their flags."""
     at = next(at for at, (one, other) in enumerate(zip_longest(ours, theirs)) if one != other)
     return _flag(ours, at), _flag(theirs, at)

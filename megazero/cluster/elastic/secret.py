@@ -52,11 +52,11 @@ class Seal:
         return hmac.new(self.secret.encode(), key.encode() + b"\0" + value, hashlib.sha256).hexdigest()
 
 
-def draw() -> str:
+def draw_secret() -> str:
     return secrets.token_hex(LENGTH)
 
 
-def find(save: str) -> str:
+def shared_secret(save: str) -> str:
     """Return the secret of a run: ELASTIC_SECRET, or the content of a file in --save, which the first node makes.
 
     Raises:
@@ -72,7 +72,7 @@ def find(save: str) -> str:
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with open(handle, "w") as file:
-            file.write(draw())
+            file.write(draw_secret())
     except FileExistsError:
         pass
     until = time.monotonic() + READ_SECONDS

@@ -155,7 +155,7 @@ def rehearsed(config: Config, device: RehearsalDevice) -> Config:
     )
 
 
-def rehearse(
+def rehearse_rank(
     config: Config, layout: Layout, rank: int, on: RehearsalDevice, *, steps: int = STEPS, saves: bool = True
 ) -> Rehearsal:
     """Run steps of `rank` of `layout`, and count the last. Nothing is sent, and nothing is written.

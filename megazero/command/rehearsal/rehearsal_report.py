@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from megazero.command.rehearsal.rehearsal import Rehearsal, RehearsalDevice, rehearse
+from megazero.command.rehearsal.rehearsal import Rehearsal, RehearsalDevice, rehearse_rank
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
@@ -83,8 +83,8 @@ def run_rehearsal(config: Config, world: World, vocab_size: int) -> list[Rehears
     stage = config.zero.zero_stage
     print(f"rehearsing {layout.world_size} ranks, {layout}, {exchange}ZeRO stage {stage}, with {tensors}")
     for rank in ranks:
-        found.append(rehearse(config, layout, rank, on))
-        print(table(found[-1]), flush=True)
+        found.append(rehearse_rank(config, layout, rank, on))
+        print(rehearsal_table(found[-1]), flush=True)
     if config.log.log_dir:
         path = Path(config.log.log_dir) / REPORT
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def run_rehearsal(config: Config, world: World, vocab_size: int) -> list[Rehears
     return found
 
 
-def table(found: Rehearsal) -> str:
+def rehearsal_table(found: Rehearsal) -> str:
     """Format one rank's bytes: rehearsed, estimated, and their difference."""
     coord, save = found.coord, found.save
     rows = [f"rank {found.rank}: {coord}"]

@@ -378,7 +378,7 @@ class AsyncTensor(NamedTuple):
         return self.data
 
 
-def together(pending: Sequence[Pending]) -> Pending:
+def in_one_group(pending: Sequence[Pending]) -> Pending:
     """Combine several collectives in flight into one."""
 
     def wait() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megazero.engine.mesh.collectives import Pending, together
+from megazero.engine.mesh.collectives import Pending, in_one_group
 from megazero.engine.model.layers.weight import GradWriter, Weight
 from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.plan.layout.zero_policy import persistent_gradients
@@ -126,7 +126,7 @@ class UnitGradients:
         """Sum over tp the gradients of tp-replicated parameters (with sequence parallelism)."""
         summed = self.unit.group.summed(self.unit.layout, self.options.sequence_parallel)
         parts = [self.sharded_grad[part.slice()] for part in self.unit.owned_in(summed)]
-        return together([self.mesh.tp.start_all_reduce(part) for part in parts])
+        return in_one_group([self.mesh.tp.start_all_reduce(part) for part in parts])
 
     def start_sum_tied(self) -> Pending:
         """Sum over the first and the last pipeline stage, which both hold this unit."""

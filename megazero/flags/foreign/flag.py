@@ -48,11 +48,11 @@ class ForeignFlag:
         return self.values[0]
 
     def number(self) -> float:
-        return number(self.value)
+        return read_number(self.value)
 
     def whole(self) -> int:
         """The only word as a whole number, which may be written as 1e5."""
-        return whole(self.value)
+        return whole_number(self.value)
 
     def on(self) -> bool:
         """Return True if a switch has no value, or one for true."""
@@ -65,7 +65,7 @@ class ForeignFlag:
 
     def number_of(self, foreign: str, default: str) -> float:
         """The number of another foreign flag."""
-        return number(self.word(foreign) or default, f"--{foreign} ")
+        return read_number(self.word(foreign) or default, f"--{foreign} ")
 
     def get(self, ours: str) -> str:
         """The value of one of our flags, or its default; empty if it is not one word."""
@@ -91,7 +91,7 @@ class ForeignFlag:
         return samples / max(1, batch)
 
 
-def number(word: str, name: str = "") -> float:
+def read_number(word: str, name: str = "") -> float:
     """Return a word as a finite number, or raise `Refused`; `name` begins the reason."""
     try:
         found = float(word)
@@ -102,9 +102,9 @@ def number(word: str, name: str = "") -> float:
     return found
 
 
-def whole(word: str) -> int:
-    """Return a word as a whole number, as `number` does."""
-    found = number(word)
+def whole_number(word: str) -> int:
+    """Return a word as a whole number, as `read_number` does."""
+    found = read_number(word)
     if not found.is_integer():
         raise Refused(f"{word} is not a whole number")
     return int(found)

@@ -14,7 +14,7 @@ from pathlib import PurePath
 from megazero.engine.options.architectures import ARCHITECTURES, LLAMA
 from megazero.engine.options.limits import MOST_LAYERS, MOST_MINUTES, is_number
 from megazero.flags.flag_names import flags
-from megazero.flags.foreign.flag import FALSE, ForeignFlag, Refused, layer_letters, number
+from megazero.flags.foreign.flag import FALSE, ForeignFlag, Refused, layer_letters, read_number
 from megazero.flags.foreign.flag_table import Foreign, kebab
 
 
@@ -152,7 +152,7 @@ def balance(flag: ForeignFlag) -> list[str]:
     """nothing: the loss of --moe-aux-loss-coeff is seq_aux_loss; with none, that must be 0"""
     if flag.value not in ("seq_aux_loss", "aux_loss", "none"):
         raise Refused(f"{flag.value}: there are seq_aux_loss, with --moe-aux-loss-coeff, and none")
-    if flag.value == "none" and number(flag.get("moe-aux-loss-coeff")):
+    if flag.value == "none" and read_number(flag.get("moe-aux-loss-coeff")):
         raise Refused("--moe-aux-loss-coeff gives the experts a balance loss; drop one of the two")
     return []
 
@@ -291,7 +291,7 @@ def run_name(flag: ForeignFlag) -> list[str]:
     return ["--wandb-name", flag.value] if "wandb-project" in flag.ours else []
 
 
-def report(flag: ForeignFlag) -> list[str]:
+def report_to(flag: ForeignFlag) -> list[str]:
     """nothing if --tensorboard-dir or --wandb-project is given"""
     for system in flag.values:
         needed = {"tensorboard": "tensorboard-dir", "wandb": "wandb-project", "none": "", "all": ""}.get(system)
@@ -350,7 +350,7 @@ def betas(flag: ForeignFlag) -> list[str]:
     found = flag.value.removeprefix("[").removesuffix("]").split(",")
     if len(found) != 2:
         raise Refused("it must be two numbers, such as [0.9, 0.95]")
-    first, second = (str(number(beta.strip())) for beta in found)
+    first, second = (str(read_number(beta.strip())) for beta in found)
     return ["--adam-beta1", first, "--adam-beta2", second]
 
 
@@ -360,7 +360,7 @@ CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
     for function in (
         *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
         *(scale_power, betas, words_unless_given, architecture, virtual_stages, output, recomputed_layers),
-        *(layer_pattern, linear_scaling, run_name, report, resume, accumulation),
+        *(layer_pattern, linear_scaling, run_name, report_to, resume, accumulation),
         *(rename_with_experts, refused_with_experts, expert_layers, balance),
         *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
     )

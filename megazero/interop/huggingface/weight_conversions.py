@@ -30,7 +30,7 @@ def _qwen_windows(model: ModelConfig) -> Options:
     return found | {"use_sliding_window": True, "max_window_layers": first}
 
 
-def layer_pattern(letters: str) -> str:
+def layer_types_of(letters: str) -> str:
     """Return the shortest pattern that repeats to `letters`; empty if all are L or all are G."""
     return "" if set(letters) <= {"L"} or set(letters) <= {"G"} else pattern_of(letters)
 
@@ -50,7 +50,7 @@ def _from_windows(config: PreTrainedConfig) -> Options:
             f"{GLOBAL}"
         )
     letters = "".join("L" if kind == LOCAL else "G" for kind in kinds)
-    return {"window_size": size if "L" in letters else 0, "layer_pattern": layer_pattern(letters)}
+    return {"window_size": size if "L" in letters else 0, "layer_pattern": layer_types_of(letters)}
 
 
 def _no_rope_layers(model: ModelConfig) -> Options:
@@ -59,7 +59,7 @@ def _no_rope_layers(model: ModelConfig) -> Options:
 
 
 def _from_no_rope_layers(config: PreTrainedConfig) -> Options:
-    return {"layer_pattern": layer_pattern("".join("G" if rotates else "N" for rotates in config.no_rope_layers))}
+    return {"layer_pattern": layer_types_of("".join("G" if rotates else "N" for rotates in config.no_rope_layers))}
 
 
 WINDOW = Conversion(  # of all layers

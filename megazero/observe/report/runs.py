@@ -68,7 +68,7 @@ def read_run(folder: Path) -> Run:
     with metrics.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number % stride == 0 or any(key in line for key in ALWAYS_READ):
-                record = parse(line)
+                record = parse_record(line)
                 if isinstance(record.get("iteration"), int) and "loss" in record:  # else --eval-only wrote it
                     found[record["iteration"]] = record
     if not found:
@@ -79,10 +79,10 @@ def read_run(folder: Path) -> Run:
 def read_events(folder: Path) -> list[Record]:
     """Read the whole lines of events.jsonl; none if it is missing."""
     events = folder / EVENTS
-    return list(filter(None, map(parse, events.read_bytes().splitlines()))) if events.is_file() else []
+    return list(filter(None, map(parse_record, events.read_bytes().splitlines()))) if events.is_file() else []
 
 
-def parse(line: bytes | str) -> Record:
+def parse_record(line: bytes | str) -> Record:
     """Return the object of a line; an empty one for a torn line."""
     try:
         record = json.loads(line)

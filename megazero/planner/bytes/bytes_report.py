@@ -180,7 +180,7 @@ def queue_line(config: Config, layout: Layout, device_type: str = "cpu") -> str:
     )
 
 
-def table(config: Config, layout: Layout, device_type: str = "cpu") -> str:
+def bytes_table(config: Config, layout: Layout, device_type: str = "cpu") -> str:
     """Format `report_rows` and the notes as text."""
     psi = stage_bytes(config, layout, 0, device_type).numel
     rows = [

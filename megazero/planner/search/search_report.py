@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, value_of
-from megazero.planner.plan_report import reached_words, table
+from megazero.planner.plan_report import plan_table, reached_words
 from megazero.planner.run_plan import Plan, vocabulary
 from megazero.planner.search.search import Search
 from megazero.planner.time.devices import Device, load_device
@@ -44,13 +44,13 @@ def run_search(config: Config, argv: list[str], console: Console) -> list[Plan]:
         divided = [("ep", "etp"), *((plan.layout.ep, plan.layout.etp) for plan in plans)]
         for cells, more in zip([columns, *rows], divided, strict=True):
             cells[at:at] = map(str, more)
-    console.print(table("", columns, rows))
+    console.print(plan_table("", columns, rows))
     if plans[0].reached:
         console.print(f"{reached_words(plans[0].reached)}; no GPU run has confirmed these", highlight=False)
     if missing := _to_add(config):
         console.print(f"to train, add {missing} to one of these lines:", highlight=False)
     for plan in plans[:PRINTED]:
-        console.print(command(plan, config, argv), soft_wrap=True, highlight=False, markup=False)
+        console.print(search_command(plan, config, argv), soft_wrap=True, highlight=False, markup=False)
     return plans
 
 
@@ -80,7 +80,7 @@ def _to_add(config: Config) -> str:
     return " ".join(f"--{name} {value}" for name, value in wanted.items() if not value_of(config, name))
 
 
-def command(plan: Plan, given: Config, argv: list[str]) -> str:
+def search_command(plan: Plan, given: Config, argv: list[str]) -> str:
     """Return a command line that trains as planned: `argv` without the flags of plans, and the flags that differ."""
     args = [shlex.quote(arg) for arg in _without_plan(argv)]
     values = [(name, value_of(plan.config, name)) for name in LAYOUT_FLAGS]

@@ -31,7 +31,7 @@ class GroupNodes:
     sharing: int
 
 
-def group_of(size: int, stride: int, world: int, devices_per_node: int) -> GroupNodes:
+def ranks_of_axis(size: int, stride: int, world: int, devices_per_node: int) -> GroupNodes:
     """Place the groups of an axis whose neighbours are `stride` ranks apart."""
     count = Counter(n * stride // devices_per_node for n in range(size))
     per_node = max(count.values())
@@ -50,7 +50,7 @@ class Network:
         world, each = layout.world_size, device.devices_per_node
         self.sharing = min(world, each)  # devices of a node
         sizes = layout.sizes | {"embedding": 2 if layout.last_pp else 1}
-        self.groups = {axis: group_of(size, layout.stride(axis), world, each) for axis, size in sizes.items()}
+        self.groups = {axis: ranks_of_axis(size, layout.stride(axis), world, each) for axis, size in sizes.items()}
         self.layout, self.each = layout, each
 
     def bandwidth(self, group: GroupNodes) -> float:

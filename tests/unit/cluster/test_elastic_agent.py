@@ -61,7 +61,7 @@ class Ranks:
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self.closed.append((death_sig, timeout))
-        self.noted.append(notes.read(notes.LOST))
+        self.noted.append(notes.read_note(notes.LOST))
 
 
 def next_of(answers: list[int | None]) -> int | None:

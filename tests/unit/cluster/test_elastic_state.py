@@ -211,16 +211,16 @@ def test_the_secret_is_the_owners_alone(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.delenv("ELASTIC_SECRET", raising=False)
     save = tmp_path / "runs" / "s"
-    first = secret.find(str(save))
+    first = secret.shared_secret(str(save))
     path = save / "elastic.key"
-    assert len(first) == 64 and secret.find(str(save)) == first and path.stat().st_mode & 0o777 == 0o600
-    assert secret.find(str(tmp_path / "t")) != first
+    assert len(first) == 64 and secret.shared_secret(str(save)) == first and path.stat().st_mode & 0o777 == 0o600
+    assert secret.shared_secret(str(tmp_path / "t")) != first
     with pytest.raises(ValueError, match=r"--elastic needs --save DIR, .* or ELASTIC_SECRET in the environment"):
-        secret.find("")
+        secret.shared_secret("")
     monkeypatch.setattr(secret, "READ_SECONDS", 0.0)
     path.write_text(first[:9])
     with pytest.raises(ValueError, match=r"elastic.key has 9 of 64 characters; delete it, and start all nodes again"):
-        secret.find(str(save))
+        secret.shared_secret(str(save))
 
     def readable() -> None:
         path.write_text(first)
@@ -237,10 +237,10 @@ def test_the_secret_is_the_owners_alone(tmp_path: Path, monkeypatch: pytest.Monk
         path.unlink()
         make()
         with pytest.raises((ValueError, OSError)) as refused:
-            secret.find(str(save))
+            secret.shared_secret(str(save))
         assert "elastic.key" in str(refused.value)
     monkeypatch.setenv("ELASTIC_SECRET", "given")
-    assert secret.find(str(save)) == "given"
+    assert secret.shared_secret(str(save)) == "given"
 
 
 def test_an_agent_passes_over_what_is_not_its_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from megazero.cluster.failures import hang_text
 from megazero.cluster.watchdog import Watchdog
 from megazero.engine.plan.program.operations import Forward
 from megazero.observe.stragglers import slow_ranks
-from megazero.run.replicas import checksum, differences
+from megazero.run.replicas import checksum, differing_replicas
 
 MINUTES = 0.002  # 0.12 s without progress
 
@@ -77,4 +77,4 @@ def test_every_bit_and_every_place_counts_in_a_checksum() -> None:
 
 def test_differences_name_the_minority() -> None:
     table = torch.tensor([[1, 7], [1, 7], [1, 8]])
-    assert differences(table, ["a", "b"], [4, 5, 6], ()) == ["b: rank 6 unlike ranks 4-5"]
+    assert differing_replicas(table, ["a", "b"], [4, 5, 6], ()) == ["b: rank 6 unlike ranks 4-5"]

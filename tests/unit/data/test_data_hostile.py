@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megazero import files
-from megazero.checkpoint.folders import find
+from megazero.checkpoint.folders import find_copy
 from megazero.data import about, epochs
 from megazero.data.about import read_about, verify
 from megazero.data.corpora import open_datasets, read_data_args
@@ -72,7 +72,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "corpora.txt": lambda path: read_data_args(str(path)),
     "config.json": read_json_object,
     "tokenizer.json": lambda path: load_tokenizer(str(path.parent)),
-    "latest": lambda path: find(path.parent),
+    "latest": lambda path: find_copy(path.parent),
 }
 
 

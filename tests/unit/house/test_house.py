@@ -181,6 +181,23 @@ def private_names_of_torch_are_in_one_module(sources: Sources) -> Iterator[str]:
 USING_PRIVATE = {"torch_private", "cluster.elastic.node_agent"}
 
 
+def a_function_name_has_one_meaning(sources: Sources) -> Iterator[str]:
+    """No two modules have a public function of one name, nor share their own. Kernels implement one operator twice."""
+    found, files = dict[str, str](), dict[str, str]()
+    packages = {name.rpartition(".")[0] for name in sources}
+    for module, tree in sources.items():
+        last = module.rpartition(".")[2]
+        if module not in packages and files.setdefault(last, module) != module:
+            yield f"{module} is named as {files[last]}"
+        for node in tree.body if not module.startswith(IMPLEMENTING) else ():
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                if found.setdefault(node.name, module) != module:
+                    yield f"{module}:{node.lineno} {node.name} is a function of {found[node.name]} too"
+
+
+IMPLEMENTING = ("engine.kernels.", "engine.optim.")
+
+
 def nothing_forks(sources: Sources) -> Iterator[str]:
     """A rank has threads of gloo or NCCL: a lock that one of them holds would stay locked in a forked child.
 
@@ -233,6 +250,7 @@ RULES: list[Callable[[Sources], Iterator[str]]] = [
     nothing_forks,
     private_names_of_torch_are_in_one_module,
     a_class_name_has_one_meaning,
+    a_function_name_has_one_meaning,
     long_calls_name_their_arguments,
 ]
 
@@ -267,6 +285,7 @@ FAULTS = [
     (only_the_stage_names_layers, "engine.zero.zero", "def f(name):\n    return name.startswith('blocks.')"),
     (only_the_stage_names_layers, "engine.zero.zero", "from megazero.engine.model.stage import HEAD"),
     (a_class_name_has_one_meaning, "engine.zero.zero", "class Pipeline: ..."),
+    (a_function_name_has_one_meaning, "engine.zero.zero", "def order_of(): ..."),
     (long_calls_name_their_arguments, "engine.zero.zero", "Zero([], [], True, 0, 0)"),
     (long_calls_name_their_arguments, "engine.zero.zero", "def f(*found):\n    return order_of(1, 2, 3, 4, 5, *found)"),
     (only_the_log_prints, "engine.zero.zero", "def f():\n    print('slow')"),

@@ -14,7 +14,16 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
 from megazero.host import Available, Machine
-from megazero.observe.start_report import cpu_text, details, drawing, hand_out, kept, large_vocabulary, options, screen
+from megazero.observe.start_report import (
+    cpu_text,
+    details,
+    drawing,
+    hand_out,
+    kept_lines,
+    large_vocabulary,
+    option_lines,
+    screen,
+)
 from megazero.planner.bytes.estimate import stage_bytes
 from megazero.units import size
 from tests.helpers.table import for_each
@@ -168,12 +177,12 @@ def test_the_drawing_has_the_work_of_the_busiest_owner_of_matrices() -> None:
 
 def test_only_options_that_differ_are_listed() -> None:
     """From the preset's where there is one; without those that the lines above have printed."""
-    assert options(Config()) == []
-    found = options(
+    assert option_lines(Config()) == []
+    found = option_lines(
         parse(["--preset", "tiny", "--lr", "1e-3", "--adam-beta2", "0.9", "--num-layers", "2", "--no-tf32"])
     )
     assert found == ["--preset tiny", "--no-tf32", "--adam-beta2 0.9"]
-    assert options(parse(["--data-path", "1", "a", "2", "b", "--clip-grad", "0"])) == [
+    assert option_lines(parse(["--data-path", "1", "a", "2", "b", "--clip-grad", "0"])) == [
         "--clip-grad 0.0",
         "--data-path 1 a 2 b",
     ]
@@ -212,7 +221,7 @@ def test_the_device_of_a_cpu_has_threads_and_says_what_is_slow() -> None:
 
 def test_what_a_run_does_not_keep_is_said() -> None:
     def said(*flags: str) -> str:
-        return kept(parse(list(flags)))
+        return kept_lines(parse(list(flags)))
 
     assert "--save DIR" in said() and "--log-dir DIR" in said() and said().startswith("nothing")
     assert "--log-dir DIR" in said("--save", "a") and "--save DIR" not in said("--save", "a")

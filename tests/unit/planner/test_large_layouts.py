@@ -19,16 +19,16 @@ from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
 from megazero.host import Available, Machine
 from megazero.observe.bubble import StageTimes, bubble
-from megazero.observe.events import environment
+from megazero.observe.events import software
 from megazero.observe.start_report import _memory, details, drawing
 from megazero.observe.stragglers import slow_ranks
 from megazero.planner.bytes.capacity import check_memory, estimated, least
 from megazero.planner.bytes.estimate import KINDS, StageBytes, estimate, stage_bytes
 from megazero.planner.plan_report import show, summary
 from megazero.planner.run_plan import Plan
-from megazero.planner.search.search_report import command
+from megazero.planner.search.search_report import search_command
 from megazero.planner.time.devices import load_device
-from megazero.planner.time.network import GroupNodes, Network, group_of
+from megazero.planner.time.network import GroupNodes, Network, ranks_of_axis
 from megazero.planner.time.step_time import PARTS, Parts, StepTime
 from megazero.planner.trace.trace import model_flops
 from megazero.run.trainer import Trainer
@@ -157,7 +157,7 @@ def test_hosts_of_several_nodes_are_named_with_their_ranks() -> None:
     assert "hosts\n  a: ranks 0-2\n  b: ranks 3-5\n  c: ranks 6\n" in text
     mesh = pretend_mesh(layout, 0, torch.device("cpu"), True)
     mesh.world.hosts = ["a", "a", "a", "b", "b", "b", "c"]
-    assert environment(mesh)["hosts"] == ["a", "b", "c"] and environment(mesh)["ranks"] == 7
+    assert software(mesh)["hosts"] == ["a", "b", "c"] and software(mesh)["ranks"] == 7
 
 
 @for_each(
@@ -192,7 +192,7 @@ def test_a_node_needs_what_its_own_ranks_need(ranks: range, stages: list[int]) -
     ],
 )
 def test_a_group_lies_on_these_nodes(group: tuple[int, int, int, int], wanted: GroupNodes) -> None:
-    assert group_of(*group) == wanted
+    assert ranks_of_axis(*group) == wanted
 
 
 def test_groups_of_every_axis_lie_on_these_nodes() -> None:
@@ -247,11 +247,11 @@ def test_messages_between_stages_share_a_nodes_cards() -> None:
 
 def test_a_job_of_several_nodes_is_started_by_sbatch() -> None:
     plan = made_plan([9] * 12, 24)
-    assert command(plan, plan.config, ["--plan", "--world-size", "24", "--lr", "1"]) == (
+    assert search_command(plan, plan.config, ["--plan", "--world-size", "24", "--lr", "1"]) == (
         "sbatch --nodes=3 --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm/pretrain.sbatch --lr 1"
     )
     plan = made_plan([9] * 12, 12)
-    assert command(plan, plan.config, []).startswith("sbatch --nodes=2 ")
+    assert search_command(plan, plan.config, []).startswith("sbatch --nodes=2 ")
 
 
 # -- dp > 1 without tensor parallelism

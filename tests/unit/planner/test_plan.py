@@ -25,11 +25,11 @@ from megazero.planner.plan_report import summary
 from megazero.planner.run_plan import Plan, advice, make_plan, plan_config
 from megazero.planner.search.candidates import candidates
 from megazero.planner.search.search import Search
-from megazero.planner.search.search_report import command, run_search
+from megazero.planner.search.search_report import run_search, search_command
 from megazero.planner.sizes import Moved
 from megazero.planner.time.costs import Roofline, StepCosts
 from megazero.planner.time.devices import Constant, Curves, Device, interpolate, known_devices, load_device
-from megazero.planner.time.network import Network, group_of
+from megazero.planner.time.network import Network, ranks_of_axis
 from megazero.planner.time.simulate import simulate
 from megazero.planner.time.step_time import StepPrograms, step_parts, step_time
 from megazero.planner.trace.kernel_records import Issue, Operator, Product
@@ -81,7 +81,7 @@ def test_rings_and_messages_by_hand() -> None:
     size = 4e9
     assert network.one_pass("tp", size) == pytest.approx(3e-6 + size * 3 / 4 / 1e11)
     # 4 ranks on 4 nodes, and 4 such groups leave every node: 2.5 GB/s each
-    assert network.groups["shard"] == group_of(4, 4, 32, 4)
+    assert network.groups["shard"] == ranks_of_axis(4, 4, 32, 4)
     assert network.one_pass("shard", size) == pytest.approx(3e-5 + size * 3 / 4 / 2.5e9)
     assert network.all_reduce("tp", size) == pytest.approx(4e-6 + 2 * size * 3 / 4 / 1e11)  # a tree has 2 hops up
     # all four ranks of a node send at once
@@ -523,7 +523,7 @@ def test_the_command_of_a_search_starts_the_ranks_that_were_planned(world: int, 
     config = parse(argv)
     plan = make_plan(*plan_config(config))
     assert plan.layout.world_size == world
-    assert command(plan, config, argv) == f"{starts} {SMALL} --global-batch-size 120"
+    assert search_command(plan, config, argv) == f"{starts} {SMALL} --global-batch-size 120"
 
 
 def test_a_search_finds_layouts_for_a_batch_that_replicas_cannot_share_equally() -> None:

@@ -17,7 +17,7 @@ from megazero.planner.bytes.capacity import estimated, least
 from megazero.planner.run_plan import as_json, make_plan, plan_config
 from megazero.planner.search.candidates import Sizes, candidates
 from megazero.planner.search.search import ClosedTerms
-from megazero.planner.search.search_report import command, run_search
+from megazero.planner.search.search_report import run_search, search_command
 from megazero.planner.sizes import LayerSizes
 from megazero.planner.time.devices import load_device
 from megazero.planner.trace.kernel_records import LayerEvents, Operator
@@ -148,7 +148,7 @@ def test_a_search_finds_the_best_division_of_experts(capsys: pytest.CaptureFixtu
             assert make_plan(*plan_config(parse([*argv, *flags.split()]))).seconds >= best.seconds, flags
     given = parse([*argv, "--plan-search"])
     for plan in plans:
-        chosen = command(plan, given, [*argv, "--plan-search"]).split("--nproc 8 ")[1].split()
+        chosen = search_command(plan, given, [*argv, "--plan-search"]).split("--nproc 8 ")[1].split()
         again = plan_config(parse([*chosen, *argv[-4:], "--plan"]))
         assert make_plan(*again).seconds == plan.seconds and again[1] == plan.layout
 

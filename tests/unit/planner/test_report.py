@@ -16,7 +16,7 @@ from megazero.engine.options.schema import (
 )
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.resolve import resolve
-from megazero.planner.bytes.bytes_report import partition_line, queue_line, report_rows, table
+from megazero.planner.bytes.bytes_report import bytes_table, partition_line, queue_line, report_rows
 from megazero.planner.bytes.estimate import stage_bytes
 from tests.helpers.table import for_each
 from tests.helpers.traces import trace_layers
@@ -45,7 +45,7 @@ def test_pa_reports_the_bytes_that_it_saves_and_sends() -> None:
     line = partition_line(*resolved(PA))
     assert f"saves {5 * block // 2:,} bytes of this rank's memory" in line
     assert f"adds {2 * 5 * block // 2:,} bytes" in line
-    assert line in table(*resolved(PA))
+    assert line in bytes_table(*resolved(PA))
     assert partition_line(*resolved(FULL)) == ""
 
 

@@ -91,7 +91,7 @@ def test_a_later_start_takes_its_row_without_a_search(question: Callable[..., Qu
     """Even where it would choose another one, such as with a newer version."""
     ask = question()
     complete(ask, 0, 1, None)
-    kept = relayout.read(tmp_path, ask.digest())
+    kept = relayout.read_layouts(tmp_path, ask.digest())
     assert kept == {nodes: ask.choose(nodes) for nodes in (2, 3, 4)}
     other = {3: kept[2]}
     assert ask.row(other, 3) == kept[2] != kept[3] and ask.missing(other) == [4, 2]
@@ -102,9 +102,9 @@ def test_a_later_start_takes_its_row_without_a_search(question: Callable[..., Qu
 
 def test_more_nodes_add_rows(question: Callable[..., Question], tmp_path: Path) -> None:
     ask = question()
-    relayout.write(tmp_path, ask.digest(), {2: ask.choose(3)})
+    relayout.write_layouts(tmp_path, ask.digest(), {2: ask.choose(3)})
     complete(question("--elastic 1:2"), 0, 1, None)
-    kept = relayout.read(tmp_path, ask.digest())
+    kept = relayout.read_layouts(tmp_path, ask.digest())
     assert kept == {2: ask.choose(3), 1: question("--elastic 1:2").choose(1)}
 
 
@@ -118,12 +118,12 @@ def test_a_table_of_another_run_does_not_count(question: Callable[..., Question]
     ]
     others += [question(per_node=2), ask._replace(vocab_size=300), ask._replace(device=roomy)]
     for other in others:
-        assert relayout.read(tmp_path, other.digest()) == {}
+        assert relayout.read_layouts(tmp_path, other.digest()) == {}
     memory = CPU["memory.capacity"] + 2.0**26
     similar = replace(CPU, constants=CPU.constants | {"memory.capacity": Constant(memory, memory, memory, "")})
-    assert len(relayout.read(tmp_path, ask._replace(device=similar).digest())) == 3
+    assert len(relayout.read_layouts(tmp_path, ask._replace(device=similar).digest())) == 3
     for same in ("--log-dir elsewhere", "--save-interval 7", "--elastic 1:9"):
-        assert len(relayout.read(tmp_path, question(same).digest())) == 3
+        assert len(relayout.read_layouts(tmp_path, question(same).digest())) == 3
 
 
 @pytest.mark.second
@@ -132,15 +132,15 @@ def test_a_damaged_table_is_made_anew(question: Callable[..., Question], tmp_pat
     ask = question()
     if damage is not None:
         (tmp_path / LAYOUTS).write_text(damage)
-    assert relayout.read(tmp_path, ask.digest()) == {}
+    assert relayout.read_layouts(tmp_path, ask.digest()) == {}
     complete(ask, 0, 1, None)
-    assert len(relayout.read(tmp_path, ask.digest())) == 3
+    assert len(relayout.read_layouts(tmp_path, ask.digest())) == 3
 
 
 def test_values_of_flags_survive_the_file(question: Callable[..., Question], tmp_path: Path) -> None:
     ask = question("--pipeline-model-parallel-size 2 --pipeline-split 3,1")
-    relayout.write(tmp_path, ask.digest(), {2: ask.choose(2)})
-    (row,) = relayout.read(tmp_path, ask.digest()).values()
+    relayout.write_layouts(tmp_path, ask.digest(), {2: ask.choose(2)})
+    (row,) = relayout.read_layouts(tmp_path, ask.digest()).values()
     assert row == ask.choose(2) and row.apply(ask.config) == ask.choose(2).apply(ask.config)
 
 

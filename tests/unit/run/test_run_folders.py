@@ -27,10 +27,10 @@ from megazero.engine.zero.shards import LocalShard
 from megazero.flags.cli import parse
 from megazero.flags.flag_names import LAYOUT_FLAGS, flags, value_of, with_values
 from megazero.observe.start_report import SHOWN_OPTIONS
-from megazero.observe.start_report import options as told_options
+from megazero.observe.start_report import option_lines as told_options
 from megazero.planner.search.candidates import Candidate
 from megazero.run.changes import changed_options
-from megazero.run.resume import check_data, check_model
+from megazero.run.resume import check_data, check_same_model
 from megazero.run.run_state import RunState
 from megazero.run.same_run import LOCAL_FLAGS, run_values
 from megazero.world import World
@@ -264,7 +264,7 @@ def test_options_that_make_another_model() -> None:
         refused = set()
         for name, value in changes.items():
             try:
-                check_model(Path("iter"), replace(model, **{name: value}), model)
+                check_same_model(Path("iter"), replace(model, **{name: value}), model)
             except ValueError as error:
                 assert f"it has --{name.replace('_', '-')} {value}, not {getattr(model, name)}" in str(error)
                 refused.add(name)

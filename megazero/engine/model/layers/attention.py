@@ -34,7 +34,7 @@ from megazero.engine.model.context_parallel.dealt import DealtTokens, score_rows
 from megazero.engine.model.context_parallel.key_exchange import AllKeys, GatheredKeys, RingKeys
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.context import Context, MicroBatchInfo
-from megazero.engine.model.layers.fused_attention import fused_attention, is_fused
+from megazero.engine.model.layers.fused_attention import fused_attention, is_attention_fused
 from megazero.engine.model.layers.head_norms import AllHeads, EachHead, HeadsWeight
 from megazero.engine.model.layers.linear import (
     Call,
@@ -250,7 +250,9 @@ class Attention(nn.Module):
         else:
             rows = None
         device, precision, softcap = self.context.device.type, self.context.precision, self.core.scores.softcap > 0
-        fused = functools.partial(is_fused, device, precision, rows is not None, documents is not None, softcap)
+        fused = functools.partial(
+            is_attention_fused, device, precision, rows is not None, documents is not None, softcap
+        )
         if tokens.cache is None:
             return self.core(*heads, fused=fused(dealt is not None), rows=rows, documents=documents, dealt=dealt)
 

@@ -29,7 +29,7 @@ from megazero.engine.model.scores import Scores
 FLASH_CAPABILITY = (8, 0)  # least compute capability: FlashAttention runs from Ampere on
 
 
-def is_fused(
+def is_attention_fused(
     device_type: str,
     precision: str,
     dropout: bool,

@@ -199,7 +199,7 @@ def whole_ranges(flat: FlatLayout, size: int) -> tuple[Range, ...]:
     return tuple(Range(*each) for each in itertools.pairwise([0, *edges, flat.numel]))
 
 
-def deal(flats: Mapping[str, FlatLayout], size: int) -> dict[str, tuple[Range, ...]]:
+def deal_matrices(flats: Mapping[str, FlatLayout], size: int) -> dict[str, tuple[Range, ...]]:
     """Cut each buffer by `whole_ranges`, and give its costly ranges to the ranks with the least cost so far.
 
     Returns:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megazero.engine.options.schema import Config, ZeroConfig
-from megazero.engine.plan.layout.flat_layout import ALIGN, FlatLayout, Range, deal, equal_ranges, round_up
+from megazero.engine.plan.layout.flat_layout import ALIGN, FlatLayout, Range, deal_matrices, equal_ranges, round_up
 from megazero.engine.plan.layout.parameters import EXPERTS
 from megazero.engine.plan.layout.topology import Layout
 
@@ -95,7 +95,9 @@ class ShardingGroup:
         """
         if not self.policy.optimizer:
             return {name: (Range(0, flat.numel),) * self.shards for name, flat in flats.items()}
-        dealt = deal({name: flat for name, flat in flats.items() if flat.has_matrices and self.whole}, self.shards)
+        dealt = deal_matrices(
+            {name: flat for name, flat in flats.items() if flat.has_matrices and self.whole}, self.shards
+        )
         return {name: dealt.get(name) or equal_ranges(flat.numel, self.shards) for name, flat in flats.items()}
 
     def summed(self, flat: FlatLayout, sequence_parallel: bool) -> list[Range]:

@@ -308,7 +308,7 @@ def finish_gradients(spec: RankSpec) -> Ops:
     return [*ops, GradNorm()]
 
 
-def update(spec: RankSpec) -> Ops:
+def update_units(spec: RankSpec) -> Ops:
     """Step the optimizer unit by unit, and start the all-gather of its updated weights.
 
     The next step waits for it before their first use. The host updates last, while the device computes its own updates.

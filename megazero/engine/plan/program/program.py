@@ -36,7 +36,7 @@ from megazero.engine.plan.program.passes import (
     merge_gathers,
     start_early,
     start_replica_sums,
-    update,
+    update_units,
 )
 from megazero.engine.plan.program.rank_spec import RankSpec
 from megazero.engine.plan.schedule.schedules import EVALUATION, live_by_chunk, order_of, peak_live
@@ -75,7 +75,7 @@ def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int 
     live = live_by_chunk(order, len(spec.chunks))
     return Program(
         gradients=ops + finish_gradients(spec),
-        update=update(spec),
+        update=update_units(spec),
         trains=trains,
         num_slots=slots,
         arena_numel=numel,

@@ -23,7 +23,7 @@ from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
 from megazero.interop.huggingface.families import MODELS, family_of
 from megazero.interop.huggingface.model_types import canonical
-from megazero.interop.huggingface.weight_conversions import layer_pattern
+from megazero.interop.huggingface.weight_conversions import layer_types_of
 from tests.helpers.families import FAMILIES, family
 from tests.helpers.rounding import model_tolerance
 from tests.helpers.table import for_each
@@ -207,4 +207,4 @@ def test_transformers_defaults_are_a_model_of_ours(model_type: str) -> None:
     ],
 )
 def test_patterns_are_the_shortest(letters: str, pattern: str) -> None:
-    assert layer_pattern(letters) == pattern
+    assert layer_types_of(letters) == pattern

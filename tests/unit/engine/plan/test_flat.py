@@ -15,7 +15,7 @@ from megazero.engine.plan.layout.flat_layout import (
     FlatPiece,
     Matrices,
     Range,
-    deal,
+    deal_matrices,
     equal_ranges,
     flat_layout,
     round_up,
@@ -188,9 +188,9 @@ def test_costly_ranges_go_to_the_ranks_with_the_least_cost() -> None:
     five, three = Matrices(1, 5, 128), Matrices(1, 3, 128)
     unit = [FlatParam("a", 640, True, pieces=1, matrices=five), FlatParam("b", 384, True, pieces=1, matrices=three)]
     one = flat_layout(unit, 2)
-    assert deal({"x": one, "y": one}, 2) == {"x": ((0, 640), (640, 1024)), "y": ((640, 1024), (0, 640))}
+    assert deal_matrices({"x": one, "y": one}, 2) == {"x": ((0, 640), (640, 1024)), "y": ((640, 1024), (0, 640))}
     vector = flat_layout([*unit, FlatParam("c", 512, False)], 3)
-    dealt = deal({"x": vector}, 3)["x"]
+    dealt = deal_matrices({"x": vector}, 3)["x"]
     assert dealt == ((0, 640), (640, 1024), (1024, 1536))
     assert [vector.cost(r) for r in dealt] == [5 * 5 * 128, 3 * 3 * 128, 0]
 

@@ -16,7 +16,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.schedule.schedules import placement
 from megazero.engine.plan.schedule.split import LayerCosts, even_split, rank_costs, split_by_cost
 from megazero.flags.resolve import resolve
-from megazero.planner.bytes.bytes_report import split_line, table
+from megazero.planner.bytes.bytes_report import bytes_table, split_line
 from tests.helpers.table import for_each
 
 SMALL = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024, vocab_size=50257)
@@ -119,5 +119,5 @@ def test_an_uneven_split_is_reported_with_its_reason() -> None:
         "layers per virtual stage: 4,4,4,0; the head costs 4.5 blocks, so that pipeline ranks cost 4.0, 4.0, 4.0, 4.5 "
         "blocks (--pipeline-split changes the layers)"
     )
-    assert split_line(config, layout) in table(config, layout)
+    assert split_line(config, layout) in bytes_table(config, layout)
     assert split_line(*resolved("3,3,3,3")) == ""
