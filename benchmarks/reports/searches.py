@@ -82,7 +82,7 @@ class Row(NamedTuple):
     seconds: float
     gigabytes: float
     waits: str
-    search_command: str
+    command: str
 
 
 class Answer(NamedTuple):

@@ -24,7 +24,7 @@ def unplanned(config: Config, layout: Layout, on_gpu: bool) -> tuple[str, ...]:
     return (*(() if even else UNBALANCED), *(("peak",) if on_gpu else ()))
 
 
-def unplanned_bytes(
+def byte_difference(
     config: Config, layout: Layout, ranks: list[Trained], on_gpu: bool, traffic: bool
 ) -> tuple[str, str]:
     """Return the place of the first bytes that are not the planned ones, and both numbers; empty texts if all are.

@@ -27,7 +27,7 @@ from megazero.log import log
 from megazero.planner.run_plan import vocabulary
 from megazero.units import count, things
 from megazero.verify.compare import Comparison, Row, Whole, noted, row
-from megazero.verify.planned import unplanned, unplanned_bytes
+from megazero.verify.planned import byte_difference, unplanned
 from megazero.verify.shrink import Shrunk, changes, least_world, shrink, steps_alone
 from megazero.verify.tolerance import Tolerance
 from megazero.verify.training import Task, Trained, train_rank
@@ -272,7 +272,7 @@ class Verification:
         comparison = self._comparison(runs, Whole.of(alone), Whole.of(found))
         rows = comparison.rows(self._unpadded(runs))
         for what, traffic in (("bytes in memory", False), ("bytes sent", True)):
-            where, note = unplanned_bytes(config, layout, found, self.gpus, traffic=traffic)
+            where, note = byte_difference(config, layout, found, self.gpus, traffic=traffic)
             if len(skipped := unplanned(config, layout, self.gpus)) > 1 and not where:
                 where = f"without {', '.join(skipped)}: they depend on the loads of experts"
             rows.append(noted(f"{what}, of every rank", not note, note or "as planned", where))
