@@ -92,14 +92,20 @@ def show_proof(verdict: object) -> None:
             mark = "PASS" if each.passed else "[bold red]FAIL[/]"
             table.add_row(each.what, *numbers, each.where, mark)
         console.print(table)
-    ended = f"{math.ceil(verdict.seconds)} s"
+    print(f"{verdict_of(verdict)} ({math.ceil(verdict.seconds)} s)")
+
+
+def verdict_of(verdict: object) -> str:
+    """Return the verdict in a sentence."""
+    from megazero.verify.verification import Proof
+
+    assert isinstance(verdict, Proof)
     if verdict.lost:
-        print(f"FAIL: {verdict.lost} ({ended})")
-    elif verdict.passed:
-        print(f"PASS: this layout trains the same model as one process ({ended})")
-    else:
-        failed = [each.what for rows in verdict.tables.values() for each in rows if not each.passed]
-        print(f"FAIL: {verdict.first or 'these differ: ' + ', '.join(failed)} ({ended})")
+        return f"FAIL: {verdict.lost}"
+    if verdict.passed:
+        return "PASS: this layout trains the same model as one process"
+    failed = [each.what for rows in verdict.tables.values() for each in rows if not each.passed]
+    return f"FAIL: {verdict.first or 'these differ: ' + ', '.join(failed)}"
 
 
 def command() -> None:

@@ -15,7 +15,7 @@ class Fault(NamedTuple):
     """A fault.
 
     Attributes:
-        module, owner, function: where; `owner` is a class of the module.
+        module, owner, function: where; `owner` is a class of the module, or empty: a function of the module itself.
         find, replace: text of the function, which occurs once, and the text to plant.
     """
 
@@ -28,25 +28,30 @@ class Fault(NamedTuple):
 
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
-    """Replace a method by one with the fault."""
+    """Replace a function by one with the fault."""
     owner, faulty = _faulty(fault)
     with patch.object(owner, fault.function, faulty):
         yield
 
 
 def plant(fault: Fault) -> None:
-    """Replace a method for the rest of this process, once."""
-    owner = getattr(importlib.import_module(fault.module), fault.owner)
+    """Replace a function for the rest of this process, once."""
+    owner = _owner(fault)
     if getattr(owner, fault.function).__code__.co_filename != f"<{fault}>":
         setattr(owner, fault.function, _faulty(fault)[1])
 
 
-def _faulty(fault: Fault) -> tuple[Any, Any]:
-    """Return the owner, and its method with the fault."""
+def _owner(fault: Fault) -> Any:
     module = importlib.import_module(fault.module)
-    owner = getattr(module, fault.owner)
+    return getattr(module, fault.owner) if fault.owner else module
+
+
+def _faulty(fault: Fault) -> tuple[Any, Any]:
+    """Return the owner, and its function with the fault."""
+    module = importlib.import_module(fault.module)
+    owner = _owner(fault)
     source = textwrap.dedent(inspect.getsource(getattr(owner, fault.function)))
-    assert source.count(fault.find) == 1, f"{fault.find!r} is not once in {fault.owner}.{fault.function}"
+    assert source.count(fault.find) == 1, f"{fault.find!r} is not once in {fault.owner or fault.module}.{fault.function}"
     names = dict(vars(module))
     future = "from __future__ import annotations\n"
     exec(compile(future + source.replace(fault.find, fault.replace), f"<{fault}>", "exec"), names)
