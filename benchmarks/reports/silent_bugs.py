@@ -29,7 +29,15 @@ UNNOTICED = """\
 Of the faults that the command misses, one process has the same fault as the layout, so that both train the same wrong
 model. Tests next to plain PyTorch, or next to one document alone, notice these: the row names them.
 """
-COLUMNS = ["bug", "date", "what went wrong", "effect", "why not here", "planted in", "`megazero-verify` alone catches it"]
+COLUMNS = [
+    "bug",
+    "date",
+    "what went wrong",
+    "effect",
+    "why not here",
+    "planted in",
+    "`megazero-verify` alone catches it",
+]
 
 
 def check_without_faults(bugs: list[SilentBug]) -> None:

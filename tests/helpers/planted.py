@@ -51,7 +51,9 @@ def _faulty(fault: Fault) -> tuple[Any, Any]:
     module = importlib.import_module(fault.module)
     owner = _owner(fault)
     source = textwrap.dedent(inspect.getsource(getattr(owner, fault.function)))
-    assert source.count(fault.find) == 1, f"{fault.find!r} is not once in {fault.owner or fault.module}.{fault.function}"
+    assert source.count(fault.find) == 1, (
+        f"{fault.find!r} is not once in {fault.owner or fault.module}.{fault.function}"
+    )
     names = dict(vars(module))
     future = "from __future__ import annotations\n"
     exec(compile(future + source.replace(fault.find, fault.replace), f"<{fault}>", "exec"), names)

@@ -52,9 +52,7 @@ def read_bugs() -> list[SilentBug]:
             wrong=bug["wrong"],
             effect=bug["effect"],
             ours=bug["ours"],
-            fault=Fault(
-                bug["module"], bug.get("owner", ""), bug["function"], find=bug["find"], replace=bug["replace"]
-            ),
+            fault=Fault(bug["module"], bug.get("owner", ""), bug["function"], find=bug["find"], replace=bug["replace"]),
             flags=f"{found['common']} {bug['flags']}",
             world=bug.get("world", 0),
             read=bug.get("read", True),
