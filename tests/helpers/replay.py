@@ -127,7 +127,7 @@ class Rank:
         self.dx: dict[int, Block] = {}
         self.kept: dict[tuple[str, int], Block | None] = {}
         self.graphs: dict[tuple[str, int], Graph] = {}
-        self.heads: dict[int, list[Block]] = {}
+        self.heads: dict[int, Block] = {}  # the gradients of their inputs
         self.messages: dict[Op, Block] = {}
         self.unsharded: dict[str, Block] = {}
         self.sharded: dict[str, Block | None] = {}
@@ -168,9 +168,14 @@ class Rank:
             self.drop(tokens, positions)
         elif op.layer == HEAD:
             size = self.micro_batches[i]
-            self.heads[i] = [self.x.pop(i), self.new(u), self.new(2 * size.b * size.s * self.shape.v)]  # norm, logits
-            if not op.graph:
-                self.drop(*self.heads.pop(i))
+            x, norm, logits = self.x.pop(i), self.new(u), self.new(2 * size.b * size.s * self.shape.v)
+            if op.graph:  # gradients in 16 bit are not added up over chunks, so all logits exist together
+                d_norm = self.new(u)
+                self.drop(logits)  # their gradient was in their place
+                self.heads[i] = self.new(u)
+                self.drop(d_norm, norm, x)
+            else:
+                self.drop(x, norm, logits)
         else:
             x = self.x[i]
             self.x[i] = self._block_forward(i)
@@ -219,12 +224,7 @@ class Rank:
         if op.layer == TOKEN_EMBEDDING:
             self.drop(self.dx.pop(i))
         elif op.layer == HEAD:
-            x, norm, logits = self.heads.pop(i)
-            u, _ = self._bytes(i)
-            d_norm = self.new(u)
-            self.drop(logits)  # the gradient was in their place
-            self.dx[i] = self.new(u)
-            self.drop(d_norm, norm, x)
+            self.dx[i] = self.heads.pop(i)
         elif op.layer != POSITION_EMBEDDING:
             self.dx[i] = self._block_backward(i, self.graphs.pop(op.key), self.dx.pop(i))
 

@@ -160,10 +160,10 @@ SAMPLES = 2  # of a micro-batch
 # Generated cases in the default suite, and in both rings of tests: those that add most pairs. The others are slow.
 EXPERTS_BY_DEFAULT, EXPERTS_IN_RINGS = 7, 10  # of up to two ranks
 NUMBERS_BY_DEFAULT, NUMBERS_IN_RINGS = 6, 10
-ON_GPU_BY_DEFAULT, ON_GPU_IN_RINGS = (7, 2), (9, 2)  # of up to two ranks, of four
+ON_GPU_BY_DEFAULT, ON_GPU_IN_RINGS = (8, 2), (9, 2)  # of up to two ranks, of four
 MAX_WORLD = 8
 BEGINNINGS, TRIES = 6, 12  # of the search for a case: pairs that it begins from, layouts that it tries
-BY_DEFAULT, IN_RINGS = (12, 5), (24, 6)  # of up to two ranks, of three and four
+BY_DEFAULT, IN_RINGS = (12, 6), (24, 6)  # of up to two ranks, of three and four
 
 
 @dataclass(frozen=True)

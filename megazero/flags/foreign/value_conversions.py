@@ -291,7 +291,7 @@ def run_name(flag: ForeignFlag) -> list[str]:
     return ["--wandb-name", flag.value] if "wandb-project" in flag.ours else []
 
 
-def report_to(flag: ForeignFlag) -> list[str]:
+def report(flag: ForeignFlag) -> list[str]:
     """nothing if --tensorboard-dir or --wandb-project is given"""
     for system in flag.values:
         needed = {"tensorboard": "tensorboard-dir", "wandb": "wandb-project", "none": "", "all": ""}.get(system)
@@ -360,7 +360,7 @@ CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
     for function in (
         *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
         *(scale_power, betas, words_unless_given, architecture, virtual_stages, output, recomputed_layers),
-        *(layer_pattern, linear_scaling, run_name, report_to, resume, accumulation),
+        *(layer_pattern, linear_scaling, run_name, report, resume, accumulation),
         *(rename_with_experts, refused_with_experts, expert_layers, balance),
         *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
     )

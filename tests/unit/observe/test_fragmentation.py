@@ -108,21 +108,21 @@ BOTH = ("checkpoints", "gradients")
 # Memory beyond the demand that a run needs to survive, in percent of the demand, by the kinds in an arena. The demand
 # is the peak of memory in use minus the memory at rest: the need of a run without fragmentation.
 SLACK = {
-    ("steady", PLAIN): 7,
+    ("steady", PLAIN): 11,
     ("steady", CHECKPOINTS): 11,
     ("steady", BOTH): 3,
-    ("evaluations", PLAIN): 7,
+    ("evaluations", PLAIN): 11,
     ("evaluations", CHECKPOINTS): 11,
     ("evaluations", BOTH): 3,
     ("4 in flight", PLAIN): 8,
     ("4 in flight", CHECKPOINTS): 11,
     ("4 in flight", BOTH): 4,
-    ("growing", PLAIN): 24,
-    ("growing", CHECKPOINTS): 35,
-    ("growing", BOTH): 7,
-    ("mixed", PLAIN): 20,
-    ("mixed", CHECKPOINTS): 22,
-    ("mixed", BOTH): 11,
+    ("growing", PLAIN): 48,
+    ("growing", CHECKPOINTS): 46,
+    ("growing", BOTH): 22,
+    ("mixed", PLAIN): 52,
+    ("mixed", CHECKPOINTS): 35,
+    ("mixed", BOTH): 26,
 }
 
 
@@ -155,8 +155,7 @@ def test_memory_that_a_run_needs_beyond_its_demand(name: str, in_arena: tuple[st
     """Compare with the measured numbers, to the percent.
 
     - One steady pattern fragments little: best fit finds for every tensor the hole that its like left a block ago.
-      Evaluations change nothing: they ask for the same sizes. Under 1F1B checkpoints do not leave last-first; a
-      point worse.
+      Evaluations change nothing: they ask for the same sizes.
     - Changing sizes fragment: holes of one length fit no tensor of the next, and long-lived tensors keep them apart.
     - An arena for checkpoints and gradients needs the least in every row.
     - An arena for checkpoints alone does not help there: the gradients' shards, laid down one by one among a
@@ -177,13 +176,13 @@ def test_an_arena_for_all_that_lives_long_needs_less(name: str) -> None:
 
 @for_each("name", ["growing", "mixed"])
 def test_plain_allocation_dies_of_fragmentation_where_the_arena_goes_on(name: str) -> None:
-    """On a device half-way between the two needs, plain allocation fails with twice the requested bytes idle; with the
-    arena the whole pattern runs five times.
+    """On a device half-way between the two needs, plain allocation fails with more than the requested bytes idle;
+    with the arena the whole pattern runs five times.
     """
     device = capacity(name, (SLACK[name, PLAIN] + SLACK[name, BOTH]) // 2)
     with pytest.raises(OutOfMemory) as death:
         replay(name, device, PLAIN)
-    assert death.value.idle > 2 * death.value.requested
+    assert death.value.idle > death.value.requested
     rank = replay(name, device, BOTH, rounds=5)
     assert rank.allocator.peak_allocated <= rank.allocator.peak_reserved <= device
 
@@ -197,7 +196,7 @@ def test_the_measure_shows_it_at_the_point_of_death() -> None:
     found = fragmentation(rank.allocator.snapshot())
     assert (found.reserved, found.allocated) == (rank.allocator.reserved, rank.allocator.allocated)
     assert found.largest_free < death.value.requested < free(found)
-    assert ratio(found) > 0.5
+    assert ratio(found) > 0.25
 
 
 @for_each("in_arena", [PLAIN, CHECKPOINTS, BOTH])

@@ -47,7 +47,7 @@ def other(value: Any, kind: Any) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
-        return value * 2 + 1
+        return abs(value) * 2 + 1
     return (*value, "x") if isinstance(value, tuple) else f"{value}x"
 
 
