@@ -26,13 +26,13 @@ read.
 
 """
 UNNOTICED = """\
-Of the faults that the command misses, one process has the same fault as the layout, so that both train the same wrong
-model. Tests next to plain PyTorch, or next to one document alone, notice these: the row names them.
+A fault that one process has too is missed, because both then train the same wrong model. Tests next to plain PyTorch,
+or next to one document alone, notice it: the row names them.
 """
 COLUMNS = [
     "bug",
     "date",
-    "what went wrong",
+    "error",
     "effect",
     "why not here",
     "planted in",
@@ -73,7 +73,7 @@ def page(bugs: list[SilentBug]) -> Iterator[str]:
         found, words = verdict(bug)
         caught += found
         log.info(f"{bug.where[0]}: {words}")
-        where = ", ".join(map(link, bug.where)) + " *" * (not bug.read)
+        where = ", ".join(map(link, bug.where)) + ("" if bug.read else " *")
         planted = f"`{'.'.join(filter(None, (bug.fault.owner, bug.fault.function)))}`"
         rows.append([where, bug.date, bug.wrong, bug.effect, bug.ours, planted, words])
     yield HEAD

@@ -19,7 +19,7 @@ class SilentBug(NamedTuple):
     Attributes:
         where: issues and pull requests, OWNER/NAME#NUMBER.
         date: of the first of them that was read; empty if none was.
-        wrong, effect: what happened, and how large the effect was; empty: unknown.
+        wrong, effect: the error, and how large its effect was; empty: unknown.
         ours: the reason why our design has no such bug.
         flags, world: the run that is verified with the fault; 0: as many ranks as the flags need.
         read: the thread was read.
