@@ -100,7 +100,7 @@ def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
 
 def architectures() -> Source:
     """Read the table of traits."""
-    known = definitions(ast.parse((ROOT / "megazero" / "config" / "architectures.py").read_text(encoding="utf-8")))
+    known = definitions(ast.parse((ROOT / "megazero/engine/options/architectures.py").read_text(encoding="utf-8")))
     table = known.pop("ARCHITECTURES")
     assert isinstance(table, ast.Assign) and isinstance(table.value, ast.Dict)
     rows, lines = {}, {}
@@ -112,7 +112,7 @@ def architectures() -> Source:
 
 def models() -> Source:
     """Read the table of transformers' families."""
-    known = definitions(ast.parse((ROOT / "megazero" / "huggingface" / "families.py").read_text(encoding="utf-8")))
+    known = definitions(ast.parse((ROOT / "megazero/interop/huggingface/families.py").read_text(encoding="utf-8")))
     table = known.pop("MODELS")
     assert isinstance(table, ast.Assign) and isinstance(table.value, ast.DictComp)
     each = table.value.generators[0].iter
