@@ -17,7 +17,10 @@ import grimp
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("megazero", "data_tools", "tests")
-RULES = tuple(f"tests/unit/test_{name}.py" for name in ("house", "prose", "docs", "mutations", "changelog"))
+RULES = (
+    *(f"tests/unit/house/test_{name}.py" for name in ("house", "prose", "docs", "changelog")),
+    "tests/unit/suite/test_mutations.py",
+)
 
 
 def git(*arguments: str) -> list[str]:
@@ -52,7 +55,7 @@ def nearest_tests(files: Iterable[str], graph: grimp.ImportGraph) -> set[str]:
 
 
 def is_unit_test(module: str) -> bool:
-    return module.startswith("tests.unit.test_")
+    return module.startswith("tests.unit.") and module.rpartition(".")[2].startswith("test_")
 
 
 def main(revision: str = "main") -> int:

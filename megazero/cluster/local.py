@@ -70,10 +70,6 @@ class LocalRanks:
             process.join()
         self._folder.cleanup()
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid or 0 for process in self._processes]
-
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call function(rank, device, *arguments) on each rank; return the results in order of rank.
 

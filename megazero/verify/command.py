@@ -7,10 +7,14 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megazero.files import write_atomically
 from megazero.flags.cli import read_own
 from megazero.log import log
+
+if TYPE_CHECKING:  # the module imports torch, for which --help does not wait
+    from megazero.verify.verification import Proof
 
 PROGRAM = "megazero-verify"
 PASSED, FAILED, REFUSED = 0, 1, 2  # exit codes
@@ -59,31 +63,28 @@ def main(argv: list[str]) -> int:
     """Verify a command line, and return the exit code."""
     options, rest = own_options(argv)
     from megazero.cluster import local
-    from megazero.verify.verification import Proof, Verification, Wanted, to_json
+    from megazero.verify.verification import Verification, Wanted, to_json
 
     local.preload(["megazero.verify.training"])
     wanted = Wanted(rest, options.world_size, options.steps, keep=options.keep, then=options.then)
     try:
-        verdict: Proof = Verification(wanted).run()
+        proof = Verification(wanted).run()
     except ValueError as error:
         log.error(f"error: {error}")
         return REFUSED
-    show_proof(verdict)
+    show_proof(proof)
     if options.json:
-        write_atomically(Path(options.json), json.dumps(to_json(verdict, wanted), indent=1).encode())
-    return PASSED if verdict.passed else FAILED
+        write_atomically(Path(options.json), json.dumps(to_json(proof, wanted), indent=1).encode())
+    return PASSED if proof.passed else FAILED
 
 
-def show_proof(verdict: object) -> None:
+def show_proof(proof: Proof) -> None:
     """Print the tables and the verdict."""
     from rich.console import Console
     from rich.table import Table
 
-    from megazero.verify.verification import Proof
-
-    assert isinstance(verdict, Proof)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    for title, rows in verdict.tables.items():
+    for title, rows in proof.tables.items():
         table = Table(title=title, title_justify="left", title_style="bold")
         for name in ("compared", "difference", "tolerance", "where it is largest", ""):
             table.add_column(name, overflow="fold")
@@ -92,20 +93,17 @@ def show_proof(verdict: object) -> None:
             mark = "PASS" if each.passed else "[bold red]FAIL[/]"
             table.add_row(each.what, *numbers, each.where, mark)
         console.print(table)
-    print(f"{verdict_of(verdict)} ({math.ceil(verdict.seconds)} s)")
+    print(f"{verdict_of(proof)} ({math.ceil(proof.seconds)} s)")
 
 
-def verdict_of(verdict: object) -> str:
+def verdict_of(proof: Proof) -> str:
     """Return the verdict in a sentence."""
-    from megazero.verify.verification import Proof
-
-    assert isinstance(verdict, Proof)
-    if verdict.lost:
-        return f"FAIL: {verdict.lost}"
-    if verdict.passed:
+    if proof.lost:
+        return f"FAIL: {proof.lost}"
+    if proof.passed:
         return "PASS: this layout trains the same model as one process"
-    failed = [each.what for rows in verdict.tables.values() for each in rows if not each.passed]
-    return f"FAIL: {verdict.first or 'these differ: ' + ', '.join(failed)}"
+    failed = [each.what for rows in proof.tables.values() for each in rows if not each.passed]
+    return f"FAIL: {proof.first or 'these differ: ' + ', '.join(failed)}"
 
 
 def command() -> None:

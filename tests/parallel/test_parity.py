@@ -16,6 +16,7 @@ import torch
 from megazero.engine.kernels.dropout import Dropout
 from megazero.engine.options.schema import ModelConfig
 from megazero.planner.bytes.estimate import estimate
+from megazero.verify.planned import unplanned
 from tests import reference
 from tests.helpers.late import late_collectives
 from tests.helpers.rings import SECOND, by_default
@@ -123,28 +124,12 @@ def check_balance(case: Case, outcomes: list[Outcome]) -> None:
             assert all(number == 0 for number, _, use in pairs if not use)
 
 
-UNBALANCED = (
-    "ep",
-    "activation_checkpoints",
-    "buffers",
-    "peak",
-    "host",
-)  # bytes that depend on the loads of a rank's experts
-
-
 def check_bytes(case: Case, outcomes: list[Outcome]) -> None:
     """On every rank, in every iteration: the first allocates the buffers that later ones reuse."""
-    model, layout = case.model, case.layout
-    drops = model.num_experts > 0 and model.expert_capacity < model.seq_length
-    even = (case.ep == 1 and not drops) or (  # all experts of a token, and of a sample as many choices on each rank
-        model.moe_router_topk == model.num_experts
-        and model.seq_length % case.cp == 0
-        and (not drops or (case.cp == 1 and layout.etp == layout.tp))
-    )
-    on_gpu = case.device != "cpu"  # where the peak is the allocator's, with everything that is not planned
-    skipped = (*(() if even else UNBALANCED), *(("peak",) if on_gpu else ()))
+    config, layout, on_gpu = case.config(), case.layout, case.device != "cpu"
+    skipped = unplanned(config, layout, on_gpu)
     for rank, outcome in enumerate(outcomes):
-        memory, traffic = estimate(case.config(), layout, rank, needs_staging_buffer=not on_gpu)
+        memory, traffic = estimate(config, layout, rank, needs_staging_buffer=not on_gpu)
         for counted, predicted in ((outcome.sent, traffic), (outcome.memory, memory)):
             kinds = [kind for kind in predicted if kind not in skipped]
             wanted = {kind: predicted[kind] for kind in kinds}

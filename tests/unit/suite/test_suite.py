@@ -9,7 +9,7 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tests.changed import nearest_tests
+from tests.changed import RULES, is_unit_test, nearest_tests
 from tests.helpers.programs import ROOT
 from tests.helpers.table import for_each
 
@@ -42,10 +42,10 @@ def test_every_row_runs_and_errors_name_theirs(tmp_path: Path, monkeypatch: pyte
 def test_tests_of_a_changed_file_are_the_nearest_that_import_it() -> None:
     graph = grimp.ImportGraph()
     imports = """
-        tests.unit.test_a -> package.a
-        tests.unit.test_b -> tests.helpers.b -> tests.helpers.c -> package.a
+        tests.unit.wing.test_a -> package.a
+        tests.unit.wing.test_b -> tests.helpers.b -> tests.helpers.c -> package.a
         package.far -> package.a
-        tests.unit.test_far -> package.far -> package.near
+        tests.unit.wing.test_far -> package.far -> package.near
         tests.parallel.test_d -> package.near
     """
     for line in imports.split("\n"):
@@ -58,9 +58,16 @@ def test_tests_of_a_changed_file_are_the_nearest_that_import_it() -> None:
         "package/near.py": "far",
         "package/lonely.py": "",
         "tests/helpers/c.py": "b",
-        "tests/unit/test_a.py": "a",
+        "tests/unit/wing/test_a.py": "a",
         "tests/parallel/test_d.py": "",
         "docs/page.md": "",
         "package/gone.py": "",
     }.items():
-        assert nearest_tests([file], graph) == {f"tests.unit.test_{name}" for name in wanted.split()}, file
+        assert nearest_tests([file], graph) == {f"tests.unit.wing.test_{name}" for name in wanted.split()}, file
+
+
+def test_changed_files_find_the_tests_where_they_are() -> None:
+    files = [path.relative_to(ROOT) for path in (ROOT / "tests" / "unit").rglob("test_*.py")]
+    assert len(files) > 100 and all(is_unit_test(".".join(path.with_suffix("").parts)) for path in files)
+    assert not is_unit_test("tests.unit.data_helpers") and not is_unit_test("tests.parallel.test_parity")
+    assert {Path(rule) for rule in RULES} <= set(files)
