@@ -8,6 +8,7 @@ only the preset names it, it is the config.toml of a run, whose values stand abo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -183,5 +184,6 @@ def read_own(kind: type[Own], argv: list[str], program: str) -> tuple[Own, list[
     """
     import tyro
 
-    options, rest = tyro.cli(kind, args=argv, prog=program, return_unknown_args=True)
+    text = inspect.getdoc(kind)  # tyro alone drops examples
+    options, rest = tyro.cli(kind, args=argv, prog=program, description=text, return_unknown_args=True)
     return options, list(rest)

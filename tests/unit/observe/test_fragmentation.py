@@ -160,8 +160,7 @@ def test_memory_that_a_run_needs_beyond_its_demand(name: str, in_arena: tuple[st
     - An arena for checkpoints and gradients needs the least in every row.
     - An arena for checkpoints alone does not help there: the gradients' shards, laid down one by one among a
       backward's activations, keep the holes apart just as well, and the arena itself can lend no hole to others.
-    - The numbers belong to these sizes, which decide the tensors that fit a hole. With five other sets of sizes, the
-      arena for both gained up to 27 points, and lost up to 6.
+    - The numbers belong to these sizes, which decide the tensors that fit a hole.
     - With both in the arena, only short-lived tensors fragment: a block's input is in the place that the logits need.
     """
     slack = SLACK[name, in_arena]

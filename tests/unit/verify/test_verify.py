@@ -131,3 +131,10 @@ def test_pieces_of_ranks_are_joined() -> None:
 def test_the_layout_itself_is_the_least_of_few_ranks() -> None:
     _, _, real = shrunk(f"{TP} 2 {PP} 2 --zero-stage 0 --vocab-size 99")
     assert real.world_size == 4 and small_layout(real, shrunk("--vocab-size 99")[1].model).world_size == 4
+
+
+def test_the_help_has_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert "--preset zero-100b --world-size 400" in shown and "2 bad flags" in shown
