@@ -80,6 +80,7 @@ def test_killed_at_random_moments(tmp_path: Path, kills: int) -> None:
     assert turn >= 1
 
 
+@pytest.mark.second
 def test_a_full_disk_loses_nothing(tmp_path: Path, small_disk: Path) -> None:
     text = write_text(tmp_path / "a.jsonl", 2000)  # 1.5 MB of text, 3 MB of tokens
     subprocess.run(command(text, tmp_path / "whole" / "p"), cwd=ROOT, check=True, capture_output=True)

@@ -97,6 +97,7 @@ def test_paths_may_look_like_markup(tmp_path: Path) -> None:
     assert "x[/b]" in done.stdout.replace("\n", "") and "[/red]" in done.stdout and "hi" in done.stdout
 
 
+@pytest.mark.second
 def test_plot_leaves_out_cut_lines(tmp_path: Path) -> None:
     lines = ['{"iteration": 1, "loss": 2.5}', '{"iteration": 2, "lo', '{"iteration": 3, "x": {"y": 1}', "[1]", "\xff}"]
     (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode("latin-1"))
@@ -118,6 +119,7 @@ def test_disk_full_in_train_tokenizer(tmp_path: Path, small_disk: Path) -> None:
     assert not (small_disk / "tok" / "tokenizer.json").exists()
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     "kind", [signal.SIGINT, *(pytest.param(k, marks=pytest.mark.slow) for k in (signal.SIGTERM, signal.SIGKILL))]
 )

@@ -44,6 +44,7 @@ def test_a_lost_node_is_noticed_and_one_that_comes_back_is_taken_in(tmp_path):
             time.sleep(0.2)
 
 
+@pytest.mark.second
 def test_failures_without_progress_end_the_run(tmp_path):
     """The third in a row at iteration 5 is the last. Peers on the node learn of each, and need not be killed."""
     with counting(tmp_path, "1:1", 9, 5) as run:

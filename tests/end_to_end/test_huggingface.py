@@ -216,6 +216,7 @@ def test_special_tokens_that_the_tokenizer_names(tied, tmp_path: Path) -> None:
     assert (config.bos_token_id, config.eos_token_id) == (1, 5)
 
 
+@pytest.mark.second
 def test_bytes_as_a_tokenizer_of_theirs(corpus: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -233,6 +233,7 @@ def losses(log_dir: Path) -> dict[int, float]:
     return {line["iteration"]: line["loss"] for line in metrics(log_dir) if "loss" in line}
 
 
+@pytest.mark.second
 def test_a_disk_that_fails_or_a_kill_loses_no_more_than_other_runs_do(
     model: list[Any], start: Start, tmp_path: Path
 ) -> None:

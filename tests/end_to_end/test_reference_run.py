@@ -225,7 +225,7 @@ CASES = {
 }
 
 
-RINGS = {"fp32": (), "fp16": (), "experts": pytest.mark.second}
+RINGS = {"fp32": (), "fp16": pytest.mark.second, "experts": pytest.mark.second}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=RINGS.get(n, pytest.mark.slow)) for n in CASES])

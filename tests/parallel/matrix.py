@@ -43,7 +43,7 @@ FACTORS: Factors = {
     "zero_shard_size": (0, 2),
     "zero_reduce_every": ("micro-batch", "step"),
     "zero_gather_every": ("use", "step"),
-    "reduce_bucket_size": (40_000_000, 3000),
+    "reduce_bucket_size": (40_000_000, 5000),
     "overlap_comm": (True, False),
     "recompute": ("none", "selective", "full"),
     "pa": (False, True),
@@ -78,7 +78,7 @@ NUMBERS: Factors = {
     **{name: FACTORS[name] for name in ("zero", "recompute", "pa", "sp", "loss_chunk", "untied")},
     "optimizer": ("adamw", *ON_HOST),
     "micro_batches": (1, 3),
-    "reduce_bucket_size": (40_000_000, 3000),
+    "reduce_bucket_size": (40_000_000, 5000),
     "architecture": ("gpt2", "llama, 2 groups"),
     "reset": ("", "documents"),
     "short": (0, 2),  # less of a batch would have more rounding
@@ -157,13 +157,8 @@ FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "
 FROZEN_ON_GPU = ("token_embedding.*", "blocks.0.*", "blocks.1.mlp.*")  # its models are smaller
 BLOCKED = {"hidden_size": 96, "kv_channels": 32}  # rows of most matrices are whole blocks, on any number of ranks
 SAMPLES = 2  # of a micro-batch
-# Generated cases in the default suite, and in both rings of tests: those that add most pairs. The others are slow.
-EXPERTS_BY_DEFAULT, EXPERTS_IN_RINGS = 7, 10  # of up to two ranks
-NUMBERS_BY_DEFAULT, NUMBERS_IN_RINGS = 6, 10
-ON_GPU_BY_DEFAULT, ON_GPU_IN_RINGS = (8, 2), (9, 2)  # of up to two ranks, of four
 MAX_WORLD = 8
 BEGINNINGS, TRIES = 6, 12  # of the search for a case: pairs that it begins from, layouts that it tries
-BY_DEFAULT, IN_RINGS = (12, 6), (24, 6)  # of up to two ranks, of three and four
 
 
 @dataclass(frozen=True)
@@ -216,7 +211,7 @@ RULES = [
     Rule("two shard groups", False, lambda zero_shard_size, dp, cp: zero_shard_size in (0, dp * cp / 2)),
     Rule("stages 0, 1: once a step", True, lambda zero_reduce_every, zero: zero_reduce_every != "step" or zero > 1),
     Rule("only stage 3 gathers", True, lambda zero_gather_every, zero: zero_gather_every != "step" or zero == 3),
-    Rule("stage 0 has no buckets", False, lambda reduce_bucket_size, zero: reduce_bucket_size > 3000 or zero > 0),
+    Rule("stage 0 has no buckets", False, lambda reduce_bucket_size, zero: reduce_bucket_size > 5000 or zero > 0),
     Rule("one stage has all layers", False, lambda by_hand, pp: not by_hand or pp > 1),
     Rule("virtual stages need a pipeline", True, lambda schedule, pp: pp > 1 or not SCHEDULES[schedule].virtual_stages),
     Rule("only zero-bubble has a backlog", True, lambda backlog, schedule: not backlog or SCHEDULES[schedule].backlog),
@@ -446,10 +441,6 @@ ANCHORS: list[Choice] = [
 ]
 
 
-# Levels that the default suite otherwise lacks.
-LEVELS: list[Choice] = [{"pp": 3, "micro_batches": 2}, {"pp": 4, "micro_batches": 3}, {"tp": 4, "micro_batches": 2}]
-
-
 class Covers(NamedTuple):
     """The generated choices, in which all pairs meet: those of the default suite, of the second ring, and slow ones."""
 
@@ -458,11 +449,27 @@ class Covers(NamedTuple):
     slow: list[Choice]
 
     @classmethod
-    def split(cls, *parts: tuple[list[Choice], int, int]) -> Covers:
-        """Divide lists of choices. Each comes with the numbers of those in the default suite, and in both rings."""
-        default = [choice for choices, first, _ in parts for choice in choices[:first]]
-        second = [choice for choices, first, both in parts for choice in choices[first:both]]
-        return cls(default, second, [choice for choices, _, both in parts for choice in choices[both:]])
+    def split(cls, default: list[Choice], generated: list[Choice], second: int) -> Covers:
+        """Divide generated choices: the default suite gets every level of every factor.
+
+        Args:
+            default: choices that the default suite has besides.
+            second: how many of the others the second ring has; the first ones add most pairs.
+        """
+        first, others = _with_every_level(default, generated)
+        return cls(default + first, others[:second], others[second:])
+
+
+def _with_every_level(given: list[Choice], choices: list[Choice]) -> tuple[list[Choice], list[Choice]]:
+    """Return few of `choices`, on few ranks, in which every level occurs that `given` lacks; and the other choices."""
+    missing = {item for choice in choices for item in choice.items()} - {item for c in given for item in c.items()}
+    first, others = [], list(choices)
+    while missing:
+        best = max(others, key=lambda choice: len(missing & choice.items()) / case_of(choice).world)
+        others.remove(best)
+        first.append(best)
+        missing -= best.items()
+    return first, others
 
 
 @cache
@@ -472,27 +479,24 @@ def covers() -> Covers:
     default = [{name: anchor.get(name, levels[0]) for name, levels in FACTORS.items()} for anchor in ANCHORS]
     for choice in default:
         matrix.meet(choice)
-    two, four = list(matrix.cover(max_world=2)), list(matrix.cover(max_world=4))
+    small = [*matrix.cover(max_world=2), *matrix.cover(max_world=4)]
     larger = [*matrix.cover(MAX_WORLD), *matrix.cover(MAX_WORLD, dear=True)]
     assert not count(matrix.missing)
-    plain = {name: levels[0] for name, levels in FACTORS.items()}
-    default += [plain | choice for choice in LEVELS]
-    everything = (default, len(default), len(default)), *zip((two, four), BY_DEFAULT, IN_RINGS, strict=True)
-    return Covers.split(*everything, (larger, 0, 0))
+    rings = Covers.split(default, small, second=20)
+    return rings._replace(slow=rings.slow + larger)
 
 
 @cache
 def numbers() -> Covers:
     """The matrix of precisions, on two ranks."""
-    return Covers.split((list(Matrix(NUMBERS).cover(max_world=2)), NUMBERS_BY_DEFAULT, NUMBERS_IN_RINGS))
+    return Covers.split([], list(Matrix(NUMBERS).cover(max_world=2)), second=5)
 
 
 @cache
 def with_experts() -> Covers:
     """The matrix of experts, on up to four ranks, in fp64."""
     matrix = Matrix(WITH_EXPERTS)
-    two = list(matrix.cover(max_world=2))
-    return Covers.split((two, EXPERTS_BY_DEFAULT, EXPERTS_IN_RINGS), (list(matrix.cover(max_world=4)), 0, 0))
+    return Covers.split([], [*matrix.cover(max_world=2), *matrix.cover(max_world=4)], second=5)
 
 
 @cache
@@ -503,9 +507,7 @@ def on_gpu() -> Covers:
     alone = [plain, plain | {"precision": "bf16", "recompute": "full", "host": True, "micro_batches": 3}]
     for choice in alone:
         matrix.meet(choice)
-    pairs, fours = list(matrix.cover(max_world=2)), list(matrix.cover(max_world=4))
-    generated = zip((pairs, fours), ON_GPU_BY_DEFAULT, ON_GPU_IN_RINGS, strict=True)
-    return Covers.split((alone, len(alone), len(alone)), *generated)
+    return Covers.split(alone, [*matrix.cover(max_world=2), *matrix.cover(max_world=4)], second=4)
 
 
 def products() -> list[Choice]:

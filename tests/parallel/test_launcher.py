@@ -101,6 +101,7 @@ def test_groups_that_are_too_many_are_ended(pool: Ranks) -> None:
     assert pool.run(two_groups, 7)[0] != first
 
 
+@pytest.mark.second
 def test_what_a_rank_printed_is_in_the_log_when_it_ends(tmp_path: Path) -> None:
     """One that ends at once, without the end of its groups."""
     started: list[Path] = []

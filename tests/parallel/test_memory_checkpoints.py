@@ -242,6 +242,7 @@ def test_nodes_lost_one_after_the_other_cost_a_step_each(runs: Runs) -> None:
     assert deviation(rest.curve, wanted) < 1e-10
 
 
+@pytest.mark.second
 def test_damage_is_repaired_from_the_other_copy(runs: Runs) -> None:
     """The file of each rank is damaged on its own node."""
     wanted = runs.whole("dp2 zero3", 5, "fp32")
@@ -629,7 +630,8 @@ def rewrite(folder: Path, state: dict[str, Any] | None = None, about: dict[str, 
     (folder / "manifest.json").write_text(manifest.checked_text(about))
 
 
-@pytest.mark.parametrize("file", [pytest.param("state.json", marks=pytest.mark.second), "manifest.json"])
+@pytest.mark.second
+@pytest.mark.parametrize("file", ["state.json", "manifest.json"])
 def test_contents_that_no_run_writes_are_passed_over(tmp_path: Path, file: str) -> None:
     """The disk has iteration 1, memory 2. The copy is loaded if the change is of no account; else the disk's."""
     saved, memory, away = tmp_path / "saved", tmp_path / "memory", tmp_path / "away"
@@ -662,6 +664,7 @@ def test_contents_that_no_run_writes_are_passed_over(tmp_path: Path, file: str) 
     assert {*loaded} == {1, 2}
 
 
+@pytest.mark.second
 def test_the_copy_of_another_node_is_loaded(runs: Runs) -> None:
     """Node a has all files, and a state with the right checksums that lacks a field."""
     wanted = runs.whole("dp2 zero3", 5, "fp32")

@@ -193,6 +193,7 @@ def test_another_global_batch_goes_on_behind_the_last_sample(ranks: Any, corpus:
     assert sorted(first + second) == [*range(8, 20)]
 
 
+@pytest.mark.second
 def test_back_to_a_checkpoint_by_name_and_on_without_some_samples(ranks: Any, corpus: str, tmp_path: Path) -> None:
     """The recipe of docs/cluster.md: from 2, although 4 was saved, into the same folder; resumes stay there."""
     config = configured(corpus, tmp_path, 4, save_interval=1)

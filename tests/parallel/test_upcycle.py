@@ -19,6 +19,7 @@ from megazero.interop.upcycle import upcycle, with_experts
 from megazero.run.run_state import RunState
 from tests.helpers import chains
 from tests.helpers.programs import warm
+from tests.helpers.rings import by_default
 
 DENSE = replace(chains.MODEL, architecture="llama", num_query_groups=2, ffn_hidden_size=24, untie_embeddings=True)
 OPTIONS = {"num_experts": 6, "moe_router_topk": 3, "moe_layer_freq": "DE"}
@@ -66,7 +67,7 @@ def upcycled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", ["alone", "tp2 sp", "dp2 zero3"])
+@pytest.mark.parametrize("layout", by_default(["alone", "tp2 sp", "dp2 zero3"], 1))
 def test_the_first_loss_is_the_dense_models(layout: str, dense: Path, upcycled: Path, train: Train) -> None:
     """A step later they differ, because routers and experts learn."""
     wanted = train(DENSE, 2, load=str(dense), finetune=True)

@@ -103,6 +103,7 @@ def logits_of_ours(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
         return model.head.logits(model.body(model.embed(ids, tokens), tokens)).view(*ids.shape, -1)
 
 
+@pytest.mark.second
 def test_published_files_are_the_models_of_transformers(tmp_path: Path) -> None:
     """--hf-config takes each as it is; --load of a small copy has transformers' logits.
 

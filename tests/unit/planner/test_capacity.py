@@ -258,6 +258,7 @@ def test_the_preset_that_is_named_fits(preset: str, gigabytes: int) -> None:
     check_memory(*resolve(parse(named[1].split()), 1, 0, declare), 0, here)
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_the_documented_refusal_is_raised() -> None:
     here = Machine(range(1), "cpu", None, Available(4 * 10**9, "of host memory"))

@@ -12,6 +12,7 @@ import pretrain_gpt
 from megazero.planner.expected import reached
 
 
+@pytest.mark.second
 def test_a_plan_prints_the_expected_speed_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """torchtitan's Llama 3 8B reaches 5,605 and 6,514 tokens/s on an H100."""
     asked = f"--preset llama-3.1-8b --plan --world-size 64 --device-type h100-80gb --log-dir {tmp_path}"

@@ -81,6 +81,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.second
 def test_a_search_leaves_out_no_layout_that_fits() -> None:
     """Its bound is at most the estimate, with each optimizer, precision and place of states: a few layouts of each."""
     draw = random.Random(1)
@@ -99,6 +100,7 @@ def test_a_search_leaves_out_no_layout_that_fits() -> None:
             assert ClosedTerms(config, 4, just).fits(c), (more, c)
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_no_run_that_fits_is_refused() -> None:
     """The bound that refuses a run is at most the estimate, in each case of the parity tests."""

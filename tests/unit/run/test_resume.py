@@ -315,7 +315,8 @@ def content(root: Path) -> dict[str, bytes]:
     return {re.sub(r"/\.(iter_\d+)\.replaced/", r"/\1/", str(path)): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("idle", [True, pytest.param(False, marks=pytest.mark.second)])
+@pytest.mark.second
+@pytest.mark.parametrize("idle", [True, False])
 def test_a_frozen_process_of_an_earlier_generation_changes_nothing_later(
     idle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
