@@ -42,8 +42,8 @@ class Options:
     steps: int = 3
     """Training steps. With one, nothing is resumed."""
     then: str = ""
-    """Flags of the layout that resumes from a checkpoint of the middle, in quotes. Empty: the same layout. One process
-    resumes from it too."""
+    """Flags of the layout that resumes from a checkpoint of the middle, in quotes; --world-size too, if it has another
+    number of ranks. Empty: the same layout. One process resumes from it too."""
     keep: bool = False
     """Keep as much of the model's size as fits in memory. It takes longer."""
     json: str = ""
