@@ -16,8 +16,8 @@ from tests.helpers.table import for_each
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 # 20,000 until mixture of experts had its pages, 20,750 until optimizers and their states had theirs, 22,000 until files
-# of states, and runs on fewer nodes than they began with, 23,500 until nodes came back, 24,300 until `megazero-verify`
-MAX_WORDS = 24_450
+# of states, and runs on fewer nodes than they began with, 23,500 until nodes came back, 24,300 until `megazero-verify` and its chapters
+MAX_WORDS = 24_560
 # Programs of `benchmarks/reports` write these pages whole; of other pages they write marked blocks.
 GENERATED = {"results/families.md", "results/modules.md", "results/flags.md", "results/paper_speed.md"}
 # Flags of sbatch, srun, salloc, torchrun, pip, git and lm_eval.
