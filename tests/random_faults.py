@@ -137,11 +137,11 @@ def replace(place: Place, source: str) -> None:
     importlib.import_module("megazero.engine." + place.file.removesuffix(".py").replace("/", "."))
     (new, *_) = [each for each in codes(compile(source, file, "exec")) if each.co_qualname == place.function]
     for each in gc.get_objects():
-        if isinstance(each, types.FunctionType) and each.__code__.co_filename == file:
+        if type(each) is types.FunctionType and each.__code__.co_filename == file:
             if each.__code__.co_qualname == place.function:
                 each.__code__ = new
     for each in gc.get_objects():
-        if isinstance(each, CACHED):
+        if type(each) is CACHED:
             each.cache_clear()
 
 

@@ -66,15 +66,24 @@ def main(argv: list[str]) -> int:
     from megazero.verify.verification import Verification, Wanted, to_json
 
     local.preload(["megazero.verify.training"])
+    folder = Path(options.json).absolute().parent
     wanted = Wanted(rest, options.world_size, options.steps, keep=options.keep, then=options.then)
     try:
+        if not folder.is_dir():
+            raise ValueError(
+                f"--json {options.json}: the folder {folder} does not exist; make it, or name another file"
+            )
         proof = Verification(wanted).run()
     except ValueError as error:
         log.error(f"error: {error}")
         return REFUSED
     show_proof(proof)
     if options.json:
-        write_atomically(Path(options.json), json.dumps(to_json(proof, wanted), indent=1).encode())
+        try:
+            write_atomically(options.json, json.dumps(to_json(proof, wanted), indent=1).encode())
+        except OSError as error:
+            log.error(f"error: --json {options.json} cannot be written: {error.strerror}")
+            return REFUSED
     return PASSED if proof.passed else FAILED
 
 

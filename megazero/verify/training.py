@@ -165,6 +165,7 @@ def train_rank(rank: int, device: torch.device, task: Task) -> Trained:
     datasets = Datasets(samples, samples, samples)
     trainer = Trainer(config, mesh, datasets, END if documents else None)
     checkpoints = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer=None, watchdog=trainer.watchdog)
+    checkpoints.waits = ()  # a failing save is not attempted again
     if task.load:
         _, trainer.progress = checkpoints.resume(find_checkpoint(trainer.config, mesh.host_group))
     recorder = StepRecorder(trainer.engine)
@@ -173,7 +174,7 @@ def train_rank(rank: int, device: torch.device, task: Task) -> Trained:
     while trainer.progress.iteration < config.training.train_iters:
         steps.append(_step(trainer, recorder))
         if task.save and trainer.progress.iteration == task.save[1]:
-            checkpoints.save(trainer.progress)
+            checkpoints.save(trainer.progress, last=True)  # of which a failure is an error
     trainer.engine.wait()
     states = {
         name: TensorPart(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,19 @@ def test_a_rank_that_ends_is_one_sentence(how: str, words: str) -> None:
     verdict = verify(f"{SMALL} --zero-stage 1 --precision fp64", 2, functools.partial(end_of_rank_1, how))
     assert not verdict.passed
     assert verdict.lost == f"the layout, fp64: rank 1 {words}"
+
+
+def without_room() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+
+
+@pytest.mark.second
+def test_a_full_disk_is_one_sentence() -> None:
+    """A run trains on after a save that fails; here, a resume would find nothing."""
+    verdict = verify(f"{SMALL} --zero-stage 1 --precision fp64", 2, without_room)
+    assert not verdict.passed
+    assert verdict.lost.startswith("the layout, fp64: rank ") and "File too large" in verdict.lost
 
 
 PRESETS = {

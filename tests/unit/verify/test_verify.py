@@ -108,6 +108,7 @@ BAD = {
     f"--then=--world-size=3 --world-size 2 {TP} 2": "does not divide the 3 ranks",
     f"{TP} 2 --world-size 3": "does not divide the 3 ranks",
     f"{TP} 5 --world-size 5": "--num-attention-heads 12 is not divisible",
+    "--zero-stage 1 --json /nowhere/there.json": "the folder /nowhere does not exist",
     "--preset nothing": "no such file, nor a preset",
 }
 
