@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ SAME = {
     "lion, sp, padding": (f"--optimizer lion {TP} 2 --sequence-parallel --recompute full --global-batch-size 7", 4, ""),
     "fp16, ramp-up, offload": (
         "--precision fp16 --rampup-batch-size 32 32 1000 --global-batch-size 64 --optimizer-cpu-offload", 2, "",
+    ),
+    "states in a file": (
+        f"{SMALL} --zero-stage 2 --optimizer-cpu-offload --optimizer-nvme-offload {tempfile.gettempdir()}", 2, "",
     ),
 }  # fmt: skip
 
