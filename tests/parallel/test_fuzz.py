@@ -13,6 +13,6 @@ SEEDS = range(10)
 @pytest.mark.second
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_layout_trains_the_same_model(seed: int) -> None:
-    wanted = Draw(seed, max_world=3).pair()
+    wanted = Draw(seed, max_world=4).pair()
     proof = Verification(wanted).run()
     assert proof.passed, (command_line(wanted), proof.first, proof.lost)
