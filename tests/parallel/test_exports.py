@@ -14,7 +14,6 @@ import pytest
 from megazero.checkpoint.manifest import read_manifest
 from megazero.engine.options.schema import CheckpointConfig
 from megazero.run.exports import Exports, guard_exports
-from megazero.run.resume import find_checkpoint
 from megazero.run.training_run import TrainingRun
 from tests.helpers.ranks import Ranks
 from tests.parallel.runs import configured, names, run_of, train, write_corpus
@@ -51,7 +50,7 @@ def exporting(corpus: str, folder: Path, iterations: int, writer: Writer, **opti
 
 
 def go(run: TrainingRun) -> None:
-    run.train(find_checkpoint(run.config))
+    run.train()
 
 
 def test_each_export_is_of_the_checkpoint_of_its_iteration(corpus: str, tmp_path: Path) -> None:
@@ -137,7 +136,7 @@ def on_two(rank: int, corpus: str, folder: Path) -> list[str]:
     options = {"save_hf": str(folder / "exports"), "save_hf_interval": 1, "async_save": True}
     run = run_of(rank, 2, configured(corpus, folder / "saved", 3, tp=2, **options))
     run.exports = Exports(run.checkpoints, writer)
-    run.train(find_checkpoint(run.config, run.mesh.host_group))
+    run.train()
     return writer.written
 
 

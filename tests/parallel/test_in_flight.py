@@ -103,7 +103,7 @@ def go_on(rank: int, case: Case, folder: Path, late: bool, check_buffers: bool) 
     """The second iteration, from the checkpoint."""
     with late_collectives(checks=False) if late else nullcontext():
         run = run_of(rank, case, folder, check_buffers)
-        _, run.trainer.progress = run.checkpoints.resume(folder / "saved" / "iter_0000001")
+        _, run.trainer.progress = run.loader.resume()
         record = run.trainer.iterate()
         run.trainer.engine.wait()
     return record["loss"], record["grad_norm"]
