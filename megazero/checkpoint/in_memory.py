@@ -297,7 +297,7 @@ class MemoryCheckpoints:
         reasons = [fault for of, fault in lost.items() if of > iteration]
         if found and not newer:
             reasons.append(f"iteration {found[0].iteration} in memory is not newer")
-        reasons += [faults[each.key] for each in newer]
+        reasons += [faults[each.key] for each in newer if each.key in faults]
         if older is not None or reasons:
             why = "; ".join(reasons) or "no node has a checkpoint in memory"
             log.info(f"{why}: {f'{older} is loaded' if older else 'the run starts from the beginning'}")

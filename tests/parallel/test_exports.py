@@ -43,7 +43,7 @@ class Writer:
 
 
 def exporting(corpus: str, folder: Path, iterations: int, writer: Writer, **options: object) -> TrainingRun:
-    options |= {"save_hf": str(folder / "exports"), "load": str(folder / "saved")}
+    options = {"save_hf": str(folder / "exports"), "load": str(folder / "saved")} | options
     run = run_of(0, 1, configured(corpus, folder / "saved", iterations, **options))
     run.exports = Exports(run.checkpoints, writer)
     return run
@@ -76,8 +76,8 @@ def test_a_resume_repeats_the_export_that_was_killed(corpus: str, tmp_path: Path
     assert not inner.exists() and other.exists()
     # a run that goes back replaces the exports of the iterations that it repeats
     (tmp_path / "exports" / "iter_0000004" / "of").write_text("abandoned")
-    back = exporting(corpus, tmp_path, 4, writer, save_hf_interval=2)
-    back.train(tmp_path / "saved" / "iter_0000002")
+    second = str(tmp_path / "saved" / "iter_0000002")
+    exporting(corpus, tmp_path, 4, writer, save_hf_interval=2, load=second).train()
     assert (tmp_path / "exports" / "iter_0000004" / "of").read_text() == "iter_0000004"
 
 

@@ -84,7 +84,8 @@ def test_an_overlap_is_refused_and_named(ranks) -> None:
 
 
 def run_of(rank: int, case: Case, folder: Path, check_buffers: bool = True) -> TrainingRun:
-    config = replace(case.config(), checkpoint=CheckpointConfig(save=str(folder / "saved")))
+    saved = str(folder / "saved")
+    config = replace(case.config(), checkpoint=CheckpointConfig(save=saved, load=saved))
     data = open_datasets([str(folder / "corpus")], "1,0,0", case.model.seq_length, 1, case.model.vocab_size)
     return new_run(config, Mesh.build(case.layout, rank, CPU, check_buffers=check_buffers), data)
 

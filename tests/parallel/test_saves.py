@@ -55,7 +55,7 @@ def test_an_error_of_one_rank_alone_ends_the_run(corpus: str, tmp_path: Path, mo
     def struck(*_: Any) -> None:
         raise RuntimeError("struck")
 
-    monkeypatch.setattr(shared_outcome, "gather", struck)
+    monkeypatch.setattr(shared_outcome, "gather_bytes", struck)
     with pytest.raises(RuntimeError, match="struck"):
         run_of(0, 1, configured(corpus, tmp_path, 3)).checkpoints.save(Progress(1, 4))
 
