@@ -259,7 +259,7 @@ class Checkpoints:
 
 
 class CheckpointLoader:
-    """One rank's part in a resume; all ranks call it together. It tells `saves` which run is resumed."""
+    """One rank's part in a resume; all ranks call it together. `saves` learns which run is resumed."""
 
     def __init__(
         self, saves: Checkpoints, given: Collection[str] | None = None, open_weights: OpenWeights | None = None
