@@ -141,7 +141,7 @@ class StepRecorder:
     def __call__(self, op: Op) -> Iterator[None]:
         if isinstance(op, Update):
             unit, sent = self.engine.zero.units[op.unit], Counter(self.engine.mesh.sent())
-            gradient = unit.gradients.sharded_grad  # which reads a file, if it is there
+            gradient = unit.gradients.sharded_grad  # which reads a file, if it exists
             self.traffic += Counter(self.engine.mesh.sent()) - sent
             for part in unit.flat.owned_parts():
                 if part.weight.trains:
