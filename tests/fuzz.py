@@ -234,7 +234,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hours", type=float, default=1.0, help="the last pair begins before their end")
     parser.add_argument("--max-world", type=int, default=MAX_WORLD, help="ranks of a layout, at most")
     options = parser.parse_args(argv)
-    log.setLevel(logging.WARNING)
     local.preload(["megazero.verify.training"])
     until, failed, done = time.monotonic() + 3600 * options.hours, 0, 0
     numbers = range(options.seed, options.seed + options.pairs) if options.pairs else itertools.count(options.seed)
@@ -253,4 +252,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    log.setLevel(logging.WARNING)  # here, because a test calls `main` in its own process
     sys.exit(main(sys.argv[1:]))
