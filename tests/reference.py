@@ -209,10 +209,11 @@ def mlp_or_experts(model: ModelConfig, w: Weights, y: torch.Tensor, note: Note) 
     if "mlp.router.weight" not in w:
         return linear(w, "mlp.down", activated(model, linear(w, "mlp.up", y)))
     logits = F.linear(y, w["mlp.router.weight"])
-    probabilities = logits.softmax(-1)
-    best, chosen = probabilities.topk(model.moe_router_topk)
+    scores = logits.sigmoid() if model.moe_router_score_function == "sigmoid" else logits.softmax(-1)
+    best, chosen = within_groups(model, scores).topk(model.moe_router_topk)
     if not model.moe_router_pre_softmax:
         best = best / best.sum(-1, keepdim=True)
+    best = best * model.moe_router_topk_scaling_factor
     kept = passed(model, best, chosen)
     note(Choice(logits, chosen, kept))
     best = best * kept
@@ -225,6 +226,16 @@ def mlp_or_experts(model: ModelConfig, w: Weights, y: torch.Tensor, note: Note) 
         gate = w.get("mlp.shared_gate.weight")
         total = total + (shared if gate is None else F.linear(y, gate).sigmoid() * shared)
     return total
+
+
+def within_groups(model: ModelConfig, scores: torch.Tensor) -> torch.Tensor:
+    """Return scores [b, s, E] with -inf outside the groups whose best two experts have the largest sums."""
+    if not model.moe_router_num_groups:
+        return scores
+    grouped = scores.unflatten(-1, (model.moe_router_num_groups, -1))
+    groups = grouped.topk(2).values.sum(-1).topk(model.moe_router_group_topk).indices
+    seen = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, groups, True)
+    return grouped.masked_fill(~seen[..., None], -torch.inf).flatten(-2)
 
 
 def passed(model: ModelConfig, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -35,7 +35,21 @@ from megazero.world import generation
 LAST_SAVE_WAITS = (10.0, 20.0, 30.0, *[60.0] * 9)
 
 # Opens a Hugging Face folder for a model; returns the function that fills a rank's shards.
-OpenWeights = Callable[[Path, ModelConfig], Callable[[Mapping[str, LocalShard]], None]]
+
+
+class OpenedWeights(Protocol):
+    """The weights of a Hugging Face folder."""
+
+    @property
+    def fill(self) -> Callable[[Mapping[str, LocalShard]], None]:
+        """Fills a rank's shards."""
+
+    @property
+    def expert_biases(self) -> dict[str, list[float]]:
+        """See `RunState`."""
+
+
+OpenWeights = Callable[[Path, ModelConfig], OpenedWeights]
 
 
 class Checkpoints:
@@ -335,7 +349,9 @@ class Checkpoints:
         """Load the checkpoint `path`, on the disk, or the one `found` in memory."""
         start = time.perf_counter()
         if is_hugging_face(path):
-            self._load_weights(path, {})
+            with self.mesh.world.peer_errors(f"loading {path}"):
+                biases = self._opened(path).expert_biases
+            self._load_weights(path, biases)
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress()
         if found is None:
@@ -377,6 +393,10 @@ class Checkpoints:
         self._load_shards(path, weights, partial=True)
         self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": expert_biases}, weights)
 
+    def _opened(self, path: Path) -> OpenedWeights:
+        assert self.open_weights is not None
+        return self.open_weights(path, self.config.model)
+
     def _trained(self) -> dict[str, LocalShard]:
         """Return weights, and states of those that train: moments of earlier steps would move a frozen one."""
         frozen = self.config.training.freeze_parameters
@@ -400,9 +420,7 @@ class Checkpoints:
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
         with self.mesh.world.peer_errors(f"loading {path}"):
             if is_hugging_face(path):
-                assert self.open_weights is not None
-                model, opened = self.config.model, self.open_weights
-                checkpoint.fill(path, shards, lambda shards: opened(path, model)(shards), self.mesh.host_group)
+                checkpoint.fill(path, shards, lambda shards: self._opened(path).fill(shards), self.mesh.host_group)
             elif found is not None:
                 assert self.memory is not None
                 self.memory.load(found, shards, self.mesh.host_group, partial=partial)

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from megazero.engine.plan.schedule.schedules import SCHEDULES
-from tests.helpers.families import FAMILIES
+from tests.helpers.families import dense
 from tests.parallel.cases import MODEL, RESETS, Case
 
 Choice = dict[str, Any]  # factor -> level
@@ -181,7 +181,7 @@ def _options(architecture: str) -> dict[str, Any]:
     """Return the options of the model of a level."""
     name, _, groups = architecture.partition(", ")
     if architecture in COMBINED:
-        return {"architecture": name} | FAMILIES[name]
+        return {"architecture": name} | dense(name)
     return {"architecture": name, "num_query_groups": int(groups.split()[0]) if groups else 0}
 
 

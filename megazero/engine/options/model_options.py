@@ -117,8 +117,9 @@ class ModelConfig:
     """--multi-latent-attention: width of the latent of keys and values."""
     qk_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads")] = 128
     """--multi-latent-attention: dims of a query and a key without positions."""
-    qk_pos_emb_head_dim: Annotated[int, Bounds(2, 2**16, "no published model has as wide heads")] = 64
-    """--multi-latent-attention: rotary dims of a query and a key, after the others. All heads share those of the key."""
+    qk_pos_emb_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads")] = 64
+    """--multi-latent-attention: rotary dims of a query and a key, after the others. Those of a key are one for all
+    heads."""
     v_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads")] = 128
     """--multi-latent-attention: dims of a value, at most as many as of a key."""
     mscale: Annotated[float, Bounds(0, 1000, "scores would overflow")] = 0.0

@@ -2,8 +2,8 @@
 
 A block projects its input down to narrow latents, norms them, and projects them up to queries, keys and values:
 
-    [c, r] = kv_down norm1(x)        query latent = query_down norm1(x)      (without a rank, queries are query norm1(x))
-    [k, v] = kv_up kv_norm(c)        q = query_up query_norm(query latent)
+    [c, r] = kv_down norm1(x)        q_c = query_down norm1(x)
+    [k, v] = kv_up kv_norm(c)        q = query_up query_norm(q_c), or without a latent of queries query norm1(x)
 
 A key is k of its head, then r rotated by position, which all heads share; of a query the last dims are rotated.
 
@@ -107,7 +107,7 @@ class LatentAttention(Attention):
         return rows_onto(x, (y,), (self.proj,), activations=(None,), join=residual, call=call)
 
     def attend_to_latents(self, q: torch.Tensor, latents: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
-        """Attend in generation: q [1, T, n/tp, d], latents [T, r + d_r], rotated -> [T, n/tp * d_v], without a gradient.
+        """Attend in generation: q [1, T, n/tp, d], latents [T, r + d_r] -> [T, n/tp * d_v], without a gradient.
 
         q k = (q_n W_k) c + q_r r, so all heads attend to one key, the latent, which is the value too.
         """
@@ -115,7 +115,6 @@ class LatentAttention(Attention):
         keys, values = self.kv_up.matrix.view(self.num_heads, -1, self.rank).split([self.plain_dim, self.value_dim], 1)
         plain, turned = q[0].split([self.plain_dim, self.rotary_dim], -1)
         absorbed = torch.cat([torch.einsum("tnd,ndr->tnr", plain, keys), turned], -1)  # [T, n/tp, r + d_r]
-        device, precision = self.context.device.type, self.context.precision
 
         def prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dealt: DealtTokens | None) -> torch.Tensor:
             return self.core.prompt(q, k, v, fused=False, dealt=dealt)
@@ -190,7 +189,7 @@ class LatentColumns(NamedTuple):
         return q, latents, (*kept, *more, *saved), [len(kept), len(more)]
 
     def forward(self, x: torch.Tensor) -> tuple[Tensors, Tensors, list[int]]:
-        """x [T', h] -> q [b, n/tp, t, d], k and v [b, n/tp, t or s, d], the tensors for `backward`, and their numbers."""
+        """x [T', h] -> q [b, n/tp, t, d], k and v [b, n/tp, t or s, d], the tensors for `backward`, their numbers."""
         a, exchange = self.attention, self.exchange
         q, latents, kept, counts = self.latents(x)
         latents = latents if exchange is None else exchange.gather(latents)
