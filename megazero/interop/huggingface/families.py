@@ -315,11 +315,14 @@ def _deepseek(
 ) -> HuggingFaceModel:
     """Return a relative of DeepSeek. sigmoid: scores of experts are sigmoids, with biases that balance the experts."""
     needed: Options = {"multi_latent_attention": True, "rotary_interleaved": True}
-    bias, required = "", {"rope_interleave": (True,), "topk_method": ("greedy",)}
+    required: dict[str, tuple[Any, ...]] = {"rope_interleave": (True,)}
+    bias = "model.layers.{}.mlp.gate.e_score_correction_bias" if sigmoid else ""
     if sigmoid:
         needed |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-        bias = "model.layers.{}.mlp.gate.e_score_correction_bias"
         required |= {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+    else:
+        needed |= {"moe_router_pre_softmax": True}
+        required |= {"scoring_func": ("softmax",), "topk_method": ("greedy",), "norm_topk_prob": (False, None)}
     return _llama(
         model_type,
         model_class,
