@@ -88,6 +88,16 @@ def _head_dim(config: PreTrainedConfig) -> Options:
     return {"kv_channels": 0 if found == usual else found}
 
 
+def _from_latent_heads(config: PreTrainedConfig) -> Options:
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    if keys != heads:
+        raise ValueError(
+            f"config.json has num_key_value_heads {keys} and num_attention_heads {heads}; each head of this version's "
+            "latent attention has keys of its own"
+        )
+    return {"q_lora_rank": config.q_lora_rank or 0, "num_query_groups": 0}
+
+
 def _gemma_scores(model: ModelConfig) -> Options:
     scalar = round(model.attention_scale**-2) if model.attention_scale else model.head_dim
     if model.attention_scale and not math.isclose(scalar**-0.5, model.attention_scale):
@@ -114,11 +124,8 @@ def _from_attention_multiplier(config: PreTrainedConfig) -> Options:
     return {"attention_scale": 0.0 if usual else float(config.attention_multiplier)}
 
 
-# Queries that are not projected from a latent: theirs have None for its width.
-QUERY_RANK = Conversion(
-    ("q_lora_rank",),
-    lambda model: {"q_lora_rank": model.q_lora_rank or None},
-    lambda config: {"q_lora_rank": config.q_lora_rank or 0},
+LATENT_HEADS = Conversion(  # theirs have None for the width of a latent of queries that is missing
+    ("q_lora_rank",), lambda model: {"q_lora_rank": model.q_lora_rank or None}, _from_latent_heads
 )
 HEAD_DIM = Conversion(("kv_channels",), lambda model: {"head_dim": model.head_dim}, _head_dim)
 GEMMA_SCORES = Conversion(("attention_scale", "final_softcap"), _gemma_scores, _from_gemma_scores)

@@ -77,7 +77,7 @@ def without_casts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     DeepSeek-V2's fp32 angles become complex numbers by `torch.polar`, whose last bits are others than those of `cos`.
     """
-    to, as_type, softmax = torch.Tensor.to, torch.Tensor.type, F.softmax
+    to, as_type, softmax = torch.Tensor.to, torch.Tensor.type, torch.softmax
 
     def keeps(x: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
         return x.dtype == torch.float64 and x.requires_grad and torch.float32 in (*args, *kwargs.values())
@@ -86,9 +86,10 @@ def without_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "polar", lambda size, angle: torch.complex(size * angle.cos(), size * angle.sin()))
     monkeypatch.setattr(torch.Tensor, "type", lambda x, *a: x if keeps(x, *a) else as_type(x, *a))
     monkeypatch.setattr(torch.Tensor, "float", lambda x: x if keeps(x, torch.float32) else to(x, torch.float32))
-    monkeypatch.setattr(
-        F, "softmax", lambda x, dim, dtype=None: softmax(x, dim, dtype=None if keeps(x, dtype) else dtype)
-    )
+    for owner in (F, torch.Tensor):
+        monkeypatch.setattr(
+            owner, "softmax", lambda x, dim, dtype=None: softmax(x, dim, dtype=None if keeps(x, dtype) else dtype)
+        )
 
 
 def transformers_model(model: ModelConfig, dtype: torch.dtype) -> Any:
