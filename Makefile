@@ -1,7 +1,7 @@
 # The developer's commands. `bash scripts/test.sh` once makes .venv with all that they need.
 BIN := .venv/bin
 
-.PHONY: help check format test test-second test-all test-gpu chaos mutate bench paper test-machines same-bits
+.PHONY: help check format test test-second test-all test-gpu chaos fuzz mutate bench paper test-machines same-bits
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,9 @@ test-gpu:  ## what needs a GPU
 chaos:  ## 100 kills, 20 full disks and 1,000 damages at random, then 200 chains of resumes: half an hour
 	$(BIN)/python -m tests.chaos
 	$(BIN)/python -m tests.chains
+
+fuzz:  ## megazero-verify on random models and layouts, each resumed in another layout: an hour
+	$(BIN)/python -m tests.fuzz
 
 mutate:  ## plant the faults of tests/mutations.toml, then single-token faults in the step's modules: a night
 	$(BIN)/python -m tests.mutate

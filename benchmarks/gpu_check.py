@@ -28,6 +28,7 @@ from megazero.files import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES = 60  # of a part's output that are kept: its end
+GPUS = "GPUS"  # among a part's words: the number of GPUs of the machine
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -55,10 +56,11 @@ class Part(NamedTuple):
     env: tuple[tuple[str, str], ...] = ()
     tiny: tuple[str, ...] = ()
 
-    def command(self, prefix: Sequence[str] = (), tiny: bool = False) -> list[str]:
-        """Return the arguments of python; `prefix` comes before the program."""
+    def command(self, prefix: Sequence[str] = (), tiny: bool = False, gpus: int = 0) -> list[str]:
+        """Return the arguments of python on a machine with `gpus` GPUs; `prefix` comes before the program."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
-        return [*(torchrun if self.ranks > 1 else []), *prefix, *self.program, *(self.tiny if tiny else ())]
+        program = [str(gpus) if word == GPUS else word for word in self.program]
+        return [*(torchrun if self.ranks > 1 else []), *prefix, *program, *(self.tiny if tiny else ())]
 
 
 ONE_LAYER = "--layers 1 --hidden 32 --heads 2 --seq-length 8 --vocabulary 61 --steps 1".split()
@@ -84,6 +86,13 @@ def _training(flags: str, asks: str, title: str, seconds: float, gpus: int, env:
     return Part(title, asks, words, seconds, gpus, gpus, env=(env,), tiny=(*tiny.split(), "--fused-kernels", "eager"))
 
 
+def _proof(title: str, flags: str, then: str = "", gpus: int = 0) -> Part:
+    """Make a part that runs megazero-verify."""
+    asks = "Does megazero-verify pass, in fp64 and in 16 bit? If not, which operation differs first?"
+    words = ("scripts/verify.py", *flags.split(), "--then", then)
+    return Part(title, asks, words, 180, gpus, rehearsed=True)
+
+
 PIPELINE = (
     "--pipeline-model-parallel-size 4 --pipeline-schedule zero-bubble-v --virtual-pipeline-stages 2 --num-layers 8 "
     "--hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 8000 --micro-batch-size 2 "
@@ -101,6 +110,17 @@ GPT2_1_5B = "--layers 48 --hidden 1600 --heads 25 --batch 8"
 GPT2_345M = "--layers 24 --hidden 1024 --heads 16 --batch 8 --offload"
 GPT_7B = "--layers 32 --hidden 4096 --heads 32 --batch 2 --recompute full --systems megazero"
 PARTS = (
+    _proof(
+        "Proof on one GPU",
+        "--preset llama-125m --world-size 1 --recompute full --loss-chunk-tokens 7 --optimizer-cpu-offload",
+    ),
+    _proof(
+        "Proof on two GPUs",
+        "--preset gpt2-124m --world-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        "--tensor-model-parallel-size 1 --no-sequence-parallel --pipeline-model-parallel-size 2",
+        gpus=2,
+    ),
+    _proof("Proof on all GPUs", f"--preset gpt2-124m --world-size {GPUS} --zero-stage 3", "--zero-stage 1", gpus=2),
     Part(
         "One GPU is the same model as the CPU",
         "Are losses and norms those of plain PyTorch, in fp32?",
@@ -195,7 +215,7 @@ def run(part: Part, machine: Machine, seconds: float) -> Result:
         return Result(part, f"skipped: it needs {part.gpus} GPUs, and there are {machine.gpus}", "", 0.0)
     start = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, *part.command(machine.prefix, machine.tiny)],
+        [sys.executable, *part.command(machine.prefix, machine.tiny, machine.gpus)],
         cwd=ROOT,
         env={"OMP_NUM_THREADS": "1", **os.environ, **dict(part.env)} if part.ranks > 1 else os.environ | dict(part.env),
         stdout=subprocess.PIPE,
@@ -223,7 +243,7 @@ def report(results: list[Result], machine: Machine, began: datetime.datetime) ->
     for r in results:
         if not r.outcome.startswith("skipped"):
             words = [f"{name}={value}" for name, value in r.part.env]
-            command = shlex.join([*words, "python", *r.part.command(machine.prefix, machine.tiny)])
+            command = shlex.join([*words, "python", *r.part.command(machine.prefix, machine.tiny, machine.gpus)])
             kept = "\n".join(r.output.rstrip().splitlines()[-LINES:])
             table = "|---|" in kept and r.outcome == "ok"  # a table is Markdown already
             lines += ["", f"## {r.part.title}", f"{r.part.asks} `{command}`", ""]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.reports.blocks import markdown
+from megazero.cluster import local
 from megazero.files import replace_file
 from megazero.log import log
 from megazero.verify.command import verdict_of
@@ -84,6 +85,7 @@ def page(bugs: list[SilentBug]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    local.preload(["megazero.verify.training"])
     known = read_bugs()
     check_without_faults(known)
     replace_file(PAGE, "".join(page(known)))

@@ -157,7 +157,9 @@ def test_the_check_of_gpus_runs_dry_on_pretended_ones(tmp_path: Path, capsys: py
     """On four of them, at tiny sizes: every part runs, and finds no fault of order, or is skipped with its reason."""
     findings = tmp_path / "findings"
     prefix = "-m", "tests.end_to_end.on_pretended_gpu", str(findings)
-    cannot = {"Several GPUs are the same model as one": "the tests start processes, which the pretended GPU is not in"}
+    proofs = [part.title for part in gpu_check.PARTS if part.title.startswith("Proof")]
+    starts = "it starts processes, which the pretended GPU is not in"
+    cannot = dict.fromkeys(["Several GPUs are the same model as one", *proofs], starts)
     machine = gpu_check.Machine(4, "four pretended GPUs", prefix, True, cannot)
     output = tmp_path / "gpu.md"
     code = gpu_check.check(gpu_check.Options(), machine, output)

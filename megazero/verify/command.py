@@ -42,8 +42,8 @@ class Options:
     steps: int = 3
     """Training steps. With one, nothing is resumed."""
     then: str = ""
-    """Flags of the layout that resumes from a checkpoint of the middle, in quotes. Empty: the same layout. One process
-    resumes from it too."""
+    """Flags of the layout that resumes from a checkpoint of the middle, in quotes; --world-size too, if it has another
+    number of ranks. Empty: the same layout. One process resumes from it too."""
     keep: bool = False
     """Keep as much of the model's size as fits in memory. It takes longer."""
     json: str = ""
@@ -66,15 +66,24 @@ def main(argv: list[str]) -> int:
     from megazero.verify.verification import Verification, Wanted, to_json
 
     local.preload(["megazero.verify.training"])
+    folder = Path(options.json).absolute().parent
     wanted = Wanted(rest, options.world_size, options.steps, keep=options.keep, then=options.then)
     try:
+        if not folder.is_dir():
+            raise ValueError(
+                f"--json {options.json}: the folder {folder} does not exist; make it, or name another file"
+            )
         proof = Verification(wanted).run()
     except ValueError as error:
         log.error(f"error: {error}")
         return REFUSED
     show_proof(proof)
     if options.json:
-        write_atomically(Path(options.json), json.dumps(to_json(proof, wanted), indent=1).encode())
+        try:
+            write_atomically(options.json, json.dumps(to_json(proof, wanted), indent=1).encode())
+        except OSError as error:
+            log.error(f"error: --json {options.json} cannot be written: {error.strerror}")
+            return REFUSED
     return PASSED if proof.passed else FAILED
 
 

@@ -172,7 +172,8 @@ class Comparison:
         steps, largest = self.reference.steps, {n: max(s.get(n, 0.0) for s in self.scales) for n in self.specs}
         for name, spec in self.specs.items():
             ours, theirs = (whole.states.get(MODEL + name) for whole in (self.found, self.reference))
-            if ours is None or theirs is None or ours.shape != theirs.shape:
+            missing = spec.trains and any(name not in each for each in self.reference.gradients)  # a skipped step
+            if missing or ours is None or theirs is None or ours.shape != theirs.shape:
                 yield Difference(name, math.inf, self.limit)
                 continue
             size = float(np.abs(theirs).max()) or 1.0

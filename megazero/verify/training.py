@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -119,7 +119,11 @@ class MadeUpDocuments:
 
 
 class StepRecorder:
-    """An observer of the interpreter that keeps gradients and sums of the layers' results."""
+    """An observer of the interpreter that keeps gradients and sums of the layers' results.
+
+    Attributes:
+        traffic: bytes that it moves itself.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -132,15 +136,17 @@ class StepRecorder:
         self.factor = factor
         self.layers: defaultdict[tuple[str, bool], Sums] = defaultdict(Sums)
         self.gradients: dict[str, TensorPart] = {}
+        self.traffic = Counter[str]()
 
     @contextlib.contextmanager
     def __call__(self, op: Op) -> Iterator[None]:
         if isinstance(op, Update):
-            unit = self.engine.zero.units[op.unit]
+            unit, sent = self.engine.zero.units[op.unit], Counter(self.engine.mesh.sent())
+            gradient = unit.gradients.sharded_grad  # which reads a file, if it is there
+            self.traffic += Counter(self.engine.mesh.sent()) - sent
             for part in unit.flat.owned_parts():
                 if part.weight.trains:
-                    gradient = unit.gradients.sharded_grad[part.owned.slice()]
-                    self.gradients[part.spec.name] = TensorPart.of(part, gradient, self.factor)
+                    self.gradients[part.spec.name] = TensorPart.of(part, gradient[part.owned.slice()], self.factor)
         yield
         if isinstance(op, (Forward, Backward)) and self.counts:
             run, backward = self.engine.interpreter, isinstance(op, Backward)
@@ -165,6 +171,7 @@ def train_rank(rank: int, device: torch.device, task: Task) -> Trained:
     datasets = Datasets(samples, samples, samples)
     trainer = Trainer(config, mesh, datasets, END if documents else None)
     checkpoints = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer=None, watchdog=trainer.watchdog)
+    checkpoints.waits = ()  # a failing save is not attempted again
     if task.load:
         _, trainer.progress = checkpoints.resume(find_checkpoint(trainer.config, mesh.host_group))
     recorder = StepRecorder(trainer.engine)
@@ -173,7 +180,7 @@ def train_rank(rank: int, device: torch.device, task: Task) -> Trained:
     while trainer.progress.iteration < config.training.train_iters:
         steps.append(_step(trainer, recorder))
         if task.save and trainer.progress.iteration == task.save[1]:
-            checkpoints.save(trainer.progress)
+            checkpoints.save(trainer.progress, last=True)  # of which a failure is an error
     trainer.engine.wait()
     states = {
         name: TensorPart(
@@ -202,7 +209,7 @@ def _step(trainer: Trainer, recorder: StepRecorder) -> VerifiedStep:
         skipped=result.skipped,
         choices=result.experts.choices if result.experts is not None else (),
         memory=engine.memory_bytes(result),
-        traffic={kind: total - sent[kind] for kind, total in trainer.mesh.sent().items()},
+        traffic={kind: n - sent[kind] - recorder.traffic[kind] for kind, n in trainer.mesh.sent().items()},
         layers=dict(recorder.layers),
         gradients=recorder.gradients,
     )

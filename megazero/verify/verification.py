@@ -7,7 +7,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import ActivationConfig, Config, ParallelConfig, ZeroConfig
 from megazero.engine.plan.layout.layers import num_parameters
 from megazero.engine.plan.layout.topology import Layout
-from megazero.flags.cli import Command, read
+from megazero.flags.cli import Command, read, read_own
 from megazero.flags.flag_names import flags, value_of, with_values
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_device
@@ -48,6 +48,14 @@ class Wanted(NamedTuple):
     steps: int = 3
     keep: bool = False
     then: str = ""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Flags of `--then` that are not the run's."""
+
+    world_size: int = 0
+    """Ranks of the layout that resumes. 0: those of the run."""
 
 
 class Proof(NamedTuple):
@@ -106,8 +114,9 @@ def make_runs(wanted: Wanted, precision: str, size: int = 1) -> tuple[Runs, Run]
     reals = [real]
     if wanted.then:
         batch = ["--global-batch-size", str(real[0].training.global_batch_size)]  # for any number of replicas
-        words = [*wanted.flags, *batch, *shlex.split(wanted.then)]
-        reals.append(real_run(words, wanted.world_size, wanted.steps)[0])
+        resumed, words = read_own(Resumed, shlex.split(wanted.then), "megazero-verify --then")
+        ranks = resumed.world_size or wanted.world_size
+        reals.append(real_run([*wanted.flags, *batch, *words], ranks, wanted.steps)[0])
         same = [name for name, flag in flags().items() if flag.group in ("model", "optimizer", "training")]
         same = [name for name in same if name != "micro-batch-size" and not name.startswith("optimizer-")]
         for name in (name for name in same if value_of(reals[1][0], name) != value_of(real[0], name)):

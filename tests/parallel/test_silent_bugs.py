@@ -10,6 +10,7 @@ from tests.helpers.silent_bugs import read_bugs
 BUGS = {
     "ROCm/TransformerEngine#715": "the first thing that differs is the gradient norm of step 1",
     "NVIDIA/Megatron-LM#7513": "the first thing that differs is the loss of step 1",
+    "deepspeedai/DeepSpeed#5545": "the first thing that differs is the gradient",
     "NVIDIA/Megatron-LM#6920": "in the same layout: the first thing that differs is the loss of step 2",
 }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import resource
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,9 @@ SAME = {
     "lion, sp, padding": (f"--optimizer lion {TP} 2 --sequence-parallel --recompute full --global-batch-size 7", 4, ""),
     "fp16, ramp-up, offload": (
         "--precision fp16 --rampup-batch-size 32 32 1000 --global-batch-size 64 --optimizer-cpu-offload", 2, "",
+    ),
+    "states in a file": (
+        f"{SMALL} --zero-stage 2 --optimizer-cpu-offload --optimizer-nvme-offload {tempfile.gettempdir()}", 2, "",
     ),
 }  # fmt: skip
 
@@ -109,6 +114,19 @@ def test_a_rank_that_ends_is_one_sentence(how: str, words: str) -> None:
     verdict = verify(f"{SMALL} --zero-stage 1 --precision fp64", 2, functools.partial(end_of_rank_1, how))
     assert not verdict.passed
     assert verdict.lost == f"the layout, fp64: rank 1 {words}"
+
+
+def without_room() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+
+
+@pytest.mark.second
+def test_a_full_disk_is_one_sentence() -> None:
+    """A run trains on after a save that fails; here, a resume would find nothing."""
+    verdict = verify(f"{SMALL} --zero-stage 1 --precision fp64", 2, without_room)
+    assert not verdict.passed
+    assert verdict.lost.startswith("the layout, fp64: rank ") and "File too large" in verdict.lost
 
 
 PRESETS = {

@@ -16,10 +16,17 @@ from tests.helpers.table import for_each
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 # 20,000 until mixture of experts had its pages, 20,750 until optimizers and their states had theirs, 22,000 until files
-# of states, and runs on fewer nodes than they began with, 23,500 until nodes came back, 24,300 until `megazero-verify`
-MAX_WORDS = 24_450
+# of states, and runs on fewer nodes than they began with, 23,500 until nodes came back, 24,300 until `megazero-verify`,
+# 24,450 until each chapter of extending.md ended with it
+MAX_WORDS = 24_560
 # Programs of `benchmarks/reports` write these pages whole; of other pages they write marked blocks.
-GENERATED = {"results/families.md", "results/modules.md", "results/flags.md", "results/paper_speed.md"}
+GENERATED = {
+    "results/families.md",
+    "results/modules.md",
+    "results/flags.md",
+    "results/paper_speed.md",
+    "results/silent_bugs.md",
+}
 # Flags of sbatch, srun, salloc, torchrun, pip, git and lm_eval.
 FOREIGN = "nodes ntasks-per-node gpus-per-node gpus-per-task cpus-per-task exclusive exclude time partition mem "
 FOREIGN += "account signal requeue dependency job-name cpu-bind nproc-per-node nproc_per_node nnodes hostfile "

@@ -94,13 +94,21 @@ def test_a_model_suits_both_layouts() -> None:
     assert config.training.global_batch_size == then.training.global_batch_size
 
 
+def test_a_resume_may_have_another_number_of_ranks() -> None:
+    runs, _, _ = shrunk("--zero-stage 1 --vocab-size 999", 4, then=f"--world-size 6 {PP} 3 --micro-batch-size 2")
+    assert runs.layout[1].world_size == 4
+    assert runs.then[1].world_size == 6 and runs.then[0].training.micro_batch_size == 2
+
+
 BAD = {
     "--steps 0": "--steps 0: must be at least 1",
     "--layout auto --global-batch-size 8": "--layout auto: there is no layout to verify yet",
     "--eval-only --load there": "--eval-only trains nothing",
     "--zero-stage 1 --world-size 4 --then --num-layers=4": "--then changes --num-layers",
+    f"--then=--world-size=3 --world-size 2 {TP} 2": "does not divide the 3 ranks",
     f"{TP} 2 --world-size 3": "does not divide the 3 ranks",
     f"{TP} 5 --world-size 5": "--num-attention-heads 12 is not divisible",
+    "--zero-stage 1 --json /nowhere/there.json": "the folder /nowhere does not exist",
     "--preset nothing": "no such file, nor a preset",
 }
 

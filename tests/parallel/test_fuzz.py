@@ -1,0 +1,18 @@
+"""Random layouts train the same model as one process; `make fuzz` draws more of them, on more ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.verify.verification import Verification
+from tests.fuzz import Draw, command_line
+
+SEEDS = range(10)
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_layout_trains_the_same_model(seed: int) -> None:
+    wanted = Draw(seed, max_world=4).pair()
+    proof = Verification(wanted).run()
+    assert proof.passed, (command_line(wanted), proof.first, proof.lost)
