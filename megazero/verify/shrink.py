@@ -227,7 +227,7 @@ class Model(NamedTuple):
         }
 
     def latents(self, width: int) -> dict[str, int]:
-        """Return the flags of latent attention whose keys are `width` wide: each width keeps its order to the others."""
+        """Return the flags of latent attention with keys of `width` dims; widths keep their order."""
         model, whole = self.model, self.model.head_dim
         if not model.multi_latent_attention:
             return {}
