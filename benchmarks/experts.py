@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import peers
+from benchmarks.peer_models import initial_weights
 from benchmarks.peers import System, Training
 from benchmarks.processes import Job, alive, isolate, quotients, shown, take_turns
 from megazero.engine.kernels.grouped import GroupedProducts, RowGroups
@@ -109,7 +110,7 @@ class PlainMixtral(nn.Module):
         implementations = {"attn_implementation": "sdpa", "experts_implementation": products}
         self.mixtral = MixtralForCausalLM._from_config(theirs, **implementations)
         self.blocks = self.mixtral.model.layers
-        ours = dict(peers.initial_weights(model, config.training.seed))
+        ours = dict(initial_weights(model, config.training.seed))
         experts = {name: ours.pop(name) for name in list(ours) if ".experts." in name}
         values = {name.replace(".block_sparse_moe.", ".mlp."): x for name, x in family.split(ours, model).items()}
         for i, block in enumerate(self.blocks):  # files have a tensor for each expert, modules one for all

@@ -189,7 +189,7 @@ def megazero(
     tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), stage.stream, training=False, dealt=dealt)
     own = torch.arange(work.seq_length).expand_as(ids) if dealt is None else dealt.indices
     held = stage.stream.tokens(own.numel())
-    change = StepParams(config.optimizer, config.optimizer.lr, torch.ones((), device=device))
+    change = {device: StepParams(config.optimizer, config.optimizer.lr, torch.ones((), device=device))}
     spec = _blocks_alone(engine.spec)
     step = program(spec, "1f1b", 1)
     turn = next(at for at, op in enumerate(step.gradients) if isinstance(op, Open))
