@@ -12,8 +12,8 @@ written and read by one plain process per rank, and next to torch.distributed.ch
 from __future__ import annotations
 
 import argparse
+import functools
 import os
-import pickle
 import shutil
 import statistics
 import sys
@@ -33,6 +33,7 @@ import torch.multiprocessing
 from benchmarks.measure import interval
 from megazero import checkpoint
 from megazero.checkpoint import manifest, planning, storage
+from megazero.checkpoint.shared_outcome import message_of, value_of_message
 from megazero.command.rehearsal.rehearsed_save import pretended_shards
 from megazero.engine.model.stage import declare
 from megazero.engine.zero.shards import LocalShard
@@ -71,12 +72,14 @@ def pretend(world: int, flags: list[str]) -> None:
     for rank in range(world):
         mine = pretended_shards(config, layout, rank, torch.float32)
         made = time.perf_counter()
-        plans.append(pickle.dumps(planning.RankPlan.of(mine)))
+        plans.append(message_of(planning.RankPlan.of(mine)))
         slowest = max(slowest, time.perf_counter() - made)
         del mine
     print(f"  {slowest:7.2f} s  a rank's own plan of a save (the slowest); {max(map(len, plans)):,} bytes to rank 0")
     timed.total += slowest
-    received = timed("rank 0 reads the plans of all", lambda: [pickle.loads(plan) for plan in plans])
+    received = timed(
+        "rank 0 reads the plans of all", lambda: [value_of_message(plan, planning.RankPlan) for plan in plans]
+    )
     saved = timed("rank 0 proves coverage and leaves out replicas", lambda: planning.SaveLayout(received))
     print(f"  {timed.total:7.2f} s  PLANNING of a save")
     checksums = []
@@ -155,7 +158,7 @@ def measure(rank: int, ranks: int, folder: Path, store: str, mb: int, rounds: in
 
     shards = held(rank, ranks, mb * 2**20 // 4, tensors=12)
     mine = torch.cat([shard.data for shard in shards.values()])
-    saver = checkpoint.BackgroundSaver(10)
+    saver = checkpoint.BackgroundSaver(10, functools.partial(checkpoint.save, folder / "async"))
     copy = torch.empty_like(mine)
     mesh = init_device_mesh("cpu", (ranks,))
     tensors = {name: DTensor.from_local(shard.data.view(-1, 1024), mesh, [Shard(0)]) for name, shard in shards.items()}
@@ -178,7 +181,7 @@ def measure(rank: int, ranks: int, folder: Path, store: str, mb: int, rounds: in
                     uncached(folder)
                 yield what, timed_together(action)
         yield "copy alone", timed_together(lambda: copy.copy_(mine))
-        yield "stall of async", timed_together(lambda at=folder / f"async{number}": saver.start(at, 1, shards, {}))
+        yield "stall of async", timed_together(lambda: saver.start(1, shards, {}))
         saver.finish()
         dist.barrier()
         if rank == 0:

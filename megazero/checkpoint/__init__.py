@@ -3,7 +3,7 @@
 Begin with `api`.
 """
 
-from megazero.checkpoint.api import fill, find, load, lock, read_state, save
+from megazero.checkpoint.api import find, load, lock, read_state, save
 from megazero.checkpoint.background import BackgroundSaver, slow_group
 from megazero.checkpoint.folders import checkpoints, prune
 from megazero.checkpoint.in_memory import InMemory, MemoryCheckpoints
@@ -17,7 +17,6 @@ __all__ = [
     "InMemory",
     "MemoryCheckpoints",
     "checkpoints",
-    "fill",
     "find",
     "load",
     "lock",

@@ -1,16 +1,17 @@
 """save and load, which all ranks call together. `planning` divides the work, `storage` writes and reads the files."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from megazero.checkpoint import folders, manifest
 from megazero.checkpoint.locking import SaveLock
-from megazero.checkpoint.planning import check_request, table_of
-from megazero.checkpoint.shared_outcome import Group, from_rank_0, rank_of, together
-from megazero.checkpoint.storage import ChunkReader, Save
+from megazero.checkpoint.planning import RankPlan, Skipped, check_request, table_of
+from megazero.checkpoint.shared_outcome import from_rank, together
+from megazero.checkpoint.storage import ChunkReader, Save, WrittenFile
+from megazero.engine.mesh.messages import Group, rank_of
 from megazero.engine.zero.shards import LocalShard
 from megazero.world import this_generation
 
@@ -46,8 +47,8 @@ def save(
     path = Path(root) / folders.folder_name(iteration)
     job = Save(root=Path(root), iteration=iteration, rank=rank_of(group), shards=shards, state=state, attached=attached)
     try:
-        skipped = together(f"saving {path}", group, job.plan, job.divide)
-        together(f"saving {path}", group, lambda: job.write(skipped), job.commit)
+        skipped = together(f"saving {path}", group, job.plan, job.divide, sends=RankPlan, answers=Skipped)
+        together(f"saving {path}", group, lambda: job.write(skipped), job.commit, sends=WrittenFile)
     except BaseException:
         if rank_of(group) == 0:  # a partial folder is of no use, and the disk may be full
             shutil.rmtree(job.folder, ignore_errors=True)
@@ -67,10 +68,12 @@ def load(path: Path, shards: Mapping[str, LocalShard], group: Group = None, *, p
         Damaged: it is not whole or is damaged. The data of the shards is then undefined.
     """
     path = Path(path)
-    raw = from_rank_0(lambda: manifest.read_manifest_bytes(path), group)  # objects would be slow to send
+    raw = from_rank(
+        0, lambda: manifest.read_manifest_bytes(path), group, bytes
+    )  # as it is, because ranks parse at once
     content = manifest.parse_manifest(path, raw)
     check(path, content, shards, group=group, partial=partial)
-    together(f"loading {path}", group, lambda: ChunkReader(path, content).fill(shards), lambda filled: filled)
+    together(f"loading {path}", group, lambda: ChunkReader(path, content).fill(shards))
 
 
 def check(
@@ -78,33 +81,23 @@ def check(
 ) -> None:
     """Compare the shards of all ranks with a checkpoint's manifest; ValueError, on every rank, as `load` raises."""
 
-    def compare(tables: list[bytes]) -> list[None]:
+    def compare(tables: list[bytes]) -> None:
         check_request(path, content, tables, partial)
-        return [None] * len(tables)
 
-    together(f"loading {path}", group, lambda: table_of(shards), compare)
-
-
-def fill(
-    path: Path, shards: Mapping[str, LocalShard], read: Callable[[Mapping[str, LocalShard]], None], group: Group = None
-) -> None:
-    """Call `read` with each rank's shards, to fill their `data` from another format than a checkpoint's.
-
-    All ranks of `group` call it. Raises on every rank as `load`, if `read` raises on one of them.
-    """
-    together(f"loading {path}", group, lambda: read(shards), lambda filled: filled)
+    together(f"loading {path}", group, lambda: table_of(shards), compare, sends=bytes)
 
 
 def find(
     load: Path, group: Group = None, *, passing_over: Mapping[str, str] | None = None, exact: bool = False
 ) -> Path | None:
     """Call `folders.find_copy` on rank 0, so that all ranks load the same checkpoint."""
-    return from_rank_0(lambda: folders.find_copy(load, passing_over, exact), group)
+    found = from_rank(0, lambda: str(folders.find_copy(load, passing_over, exact) or ""), group, str)
+    return Path(found) if found else None
 
 
 def read_state(path: Path, group: Group = None) -> dict[str, Any]:
     """Call `manifest.read_state_file` on rank 0; every rank raises its errors."""
-    return from_rank_0(lambda: manifest.read_state_file(path), group)
+    return from_rank(0, lambda: manifest.read_state_file(path), group, dict[str, Any])
 
 
 def lock(root: Path, group: Group = None, patience: float = 0.0) -> SaveLock | None:
@@ -121,5 +114,5 @@ def lock(root: Path, group: Group = None, patience: float = 0.0) -> SaveLock | N
         if this_generation() is not None:
             folders.clear_leftovers(root)  # before anything is read: Note [Later generations]
 
-    from_rank_0(take, group)
+    from_rank(0, take, group)
     return taken[0] if taken else None

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint.api import NOTHING, save
-from megazero.checkpoint.shared_outcome import Group
 from megazero.engine.memory.tracker import Allocation, MemoryTracker
+from megazero.engine.mesh.messages import Group
 from megazero.engine.zero.shards import LocalShard
 
 # A rank waits at least this long for the slowest rank's write.
@@ -34,10 +33,8 @@ def slow_group(timeout_minutes: float) -> Group:
 class BackgroundSaver:
     """Runs one save at a time. All ranks create it together, and call `start` and `finish` in the same order."""
 
-    def __init__(
-        self, timeout_minutes: float, save: Callable[..., Path] = save, tracker: MemoryTracker | None = None
-    ) -> None:
-        """`save`: called as `api.save`, which is the default; `tracker`: counts the buffers as host memory."""
+    def __init__(self, timeout_minutes: float, save: Callable[..., Path], tracker: MemoryTracker | None = None) -> None:
+        """`save`: a store's; `tracker`: counts the buffers as host memory."""
         self._group, self._save, self._tracker = slow_group(timeout_minutes), save, tracker
         self._thread = ThreadPoolExecutor(1, "save")
         self._buffers: dict[str, torch.Tensor] = {}
@@ -54,14 +51,7 @@ class BackgroundSaver:
         """Host memory of the copies."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    def start(
-        self,
-        root: Path,
-        iteration: int,
-        shards: Mapping[str, LocalShard],
-        state: dict[str, Any],
-        attached: Mapping[str, bytes] = NOTHING,
-    ) -> None:
+    def start(self, iteration: int, shards: Mapping[str, LocalShard], state: dict[str, Any]) -> None:
         """Copy the shards, which may change once this returns, and start to write them. Call `finish` first."""
         assert self._running is None, "finish the last save first"
         copies = {
@@ -69,9 +59,7 @@ class BackgroundSaver:
         }
         if any(shard.data.is_cuda for shard in shards.values()):
             torch.cuda.synchronize()
-        self._running = self._thread.submit(
-            self._save, root, iteration, copies, state=state, group=self._group, attached=attached
-        )
+        self._running = self._thread.submit(self._save, iteration, copies, state, self._group)
 
     def _copied(self, name: str, data: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(name)

@@ -20,7 +20,6 @@ import contextlib
 import hashlib
 import mmap
 import os
-import pickle
 import shutil
 import stat
 import time
@@ -33,7 +32,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from megazero.checkpoint.api import NOTHING, check
+from megazero.checkpoint.api import check
 from megazero.checkpoint.folders import checkpoints, folder_name, iteration_of, next_save_number, save_number
 from megazero.checkpoint.locking import check_owner
 from megazero.checkpoint.manifest import (
@@ -50,10 +49,11 @@ from megazero.checkpoint.manifest import (
 )
 from megazero.checkpoint.manifest import manifest_text as text_of
 from megazero.checkpoint.nodes import Nodes, exchange
-from megazero.checkpoint.planning import RankPlan, SaveLayout, file_name
-from megazero.checkpoint.shared_outcome import Group, from_rank, from_rank_0, gather_all, rank_of, together
+from megazero.checkpoint.planning import RankPlan, SaveLayout, Skipped, file_name
+from megazero.checkpoint.shared_outcome import from_rank, gather_all, message_of, together, value_of_message
 from megazero.checkpoint.storage import ChunkReader, Save, Target, WrittenFile
 from megazero.checkpoint.tensor_file import host_bytes
+from megazero.engine.mesh.messages import Group, rank_of, tensor_of
 from megazero.engine.zero.shards import LocalShard
 from megazero.files import OutputFile, crc32, explain, read_regular, replacing
 from megazero.log import log
@@ -64,6 +64,7 @@ PIECE_BYTES = 16 << 20  # of a file, sent at once
 KEPT = 2  # checkpoints of each copy, while one is written
 SHARED_MEMORY = "/dev/shm/megazero-{}"  # of a user
 
+Asked = list[tuple[str, StoredChunk]]
 Wanted = tuple[tuple[str, StoredChunk], list[Target]]
 
 
@@ -95,11 +96,12 @@ class InMemory(NamedTuple):
     nodes: tuple[int, ...]
     holders: dict[str, list[int]]  # file -> nodes
     disk: int = 0  # iteration of the newest on the disk; 0: there is none
+    path: Path = Path()  # its folder on this rank's node
 
     @property
-    def name(self) -> str:
-        """Name of its folder on each node."""
-        return folder_name(self.iteration)
+    def key(self) -> str:
+        """A name that no checkpoint on the disk has."""
+        return f"{self.iteration}-{self.digest}"
 
     def loaded(self, seconds: float) -> str:
         where = f"the memory of {things(len(self.nodes), 'node')}"
@@ -149,15 +151,15 @@ class MemoryCheckpoints:
             base: --memory-checkpoint-dir; "": the default.
             save: the --save folder.
         """
-        self.nodes = Nodes.meet(group)
-        path, self.identity, self.number = from_rank_0(
-            lambda: (os.path.abspath(save), _identity(save), next_save_number(save)), group
+        self.nodes, self.group = Nodes.meet(group), group
+        path, self.identity, self.number = from_rank(
+            0, lambda: (os.path.abspath(save), _identity(save), next_save_number(save)), group, tuple[str, str, int]
         )
         self.given, self.save_folder = base, save
         self.folder = run_folder(base, path) / self.nodes.names[self.nodes.mine]
         self.base = self.folder.parents[1]
         self.newest: int | None = None
-        together("making --memory-checkpoint-dir", group, self._make, lambda made: made)
+        together("making --memory-checkpoint-dir", group, self._make)
 
     def _make(self) -> None:
         try:
@@ -167,7 +169,7 @@ class MemoryCheckpoints:
         except OSError as error:
             raise ValueError(f"--memory-checkpoint-dir {self.base}: {explain(error)}") from None
 
-    def bytes_per_node(self, shards: Mapping[str, LocalShard], group: Group) -> list[int]:
+    def bytes_per_node(self, shards: Mapping[str, LocalShard]) -> list[int]:
         """Return the most bytes of tensors that each node holds: twice its own files and its neighbour's."""
 
         def count(plans: list[RankPlan]) -> list[list[int]]:
@@ -175,13 +177,14 @@ class MemoryCheckpoints:
             own = [sum(written[rank] for rank in ranks) for ranks in self.nodes.ranks]
             return [[KEPT * (n + (own[at - 1] if len(own) > 1 else 0)) for at, n in enumerate(own)]] * len(plans)
 
-        return together("planning copies in memory", group, lambda: RankPlan.of(shards), count)
+        plan, action = lambda: RankPlan.of(shards), "planning copies in memory"
+        return list(together(action, self.group, plan, count, sends=RankPlan, answers=list[int]))
 
-    def announce(self, shards: Mapping[str, LocalShard], group: Group) -> None:
+    def announce(self, shards: Mapping[str, LocalShard]) -> None:
         """Report the memory of the fullest node, and warn if it has not as much."""
-        needed = self.bytes_per_node(shards, group)
+        needed = self.bytes_per_node(shards)
         room = shutil.disk_usage(self.folder).free + bytes_below(self.folder)
-        rooms = gather_all(room, group)
+        rooms = gather_all(room, self.group, int)
         left, node = min((rooms[ranks[0]] - needed[at], at) for at, ranks in enumerate(self.nodes.ranks))
         rest = f"{size(rooms[self.nodes.ranks[node][0]])} are free for them in {self.base}"
         text = f"checkpoints in memory take at most {size(needed[node])} of node {self.nodes.names[node]}; {rest}"
@@ -197,42 +200,34 @@ class MemoryCheckpoints:
         return {"saved_into": self.identity, "saved_time": time.time(), "save_number": self.number}
 
     def save(
-        self,
-        root: Path,
-        iteration: int,
-        shards: Mapping[str, LocalShard],
-        state: dict[str, Any],
-        group: Group = None,
-        attached: Mapping[str, bytes] = NOTHING,
+        self, iteration: int, shards: Mapping[str, LocalShard], state: dict[str, Any], group: Group = None
     ) -> Path:
         """Save into the folders of all nodes, and copy each rank's file to the next node. Raises as `api.save`.
 
-        Args:
-            root: `folder`.
-            state: with `stamp()`.
-            attached: is left out; the run that resumes has a tokenizer of its own.
+        `state`: with `stamp()`. The tokenizer is left out, because the run that resumes has its own.
         """
-        job = Save(root=root, iteration=iteration, rank=rank_of(group), shards=shards, state=state, attached={})
+        job = Save(root=self.folder, iteration=iteration, rank=rank_of(group), shards=shards, state=state, attached={})
         action = f"copying iteration {iteration} to memory"
-        manifests: list[Manifest] = []
-
-        def describe(written: list[WrittenFile | None]) -> list[None]:
-            manifests.append(job.manifest(written))
-            return [None] * len(written)
-
+        manifests: list[Manifest] = []  # on rank 0
         try:
-            skipped = together(action, group, lambda: self._plan(job), job.divide)
-            together(action, group, lambda: job.write(skipped), describe)
-            together(action, group, lambda: self._copy(job.folder, group), _done)
-            texts = from_rank_0(lambda: (text_of(manifests[0]).encode(), job.state_text), group)
-            together(action, group, lambda: self._write_texts(job.folder, *texts), _done)
-            together(action, group, lambda: self._publish(job), _done)
+            skipped = together(action, group, lambda: self._plan(job), job.divide, sends=RankPlan, answers=Skipped)
+            together(
+                action,
+                group,
+                lambda: job.write(skipped),
+                lambda files: manifests.append(job.manifest(files)),
+                sends=WrittenFile,
+            )
+            together(action, group, lambda: self._copy(job.folder, group))
+            texts = from_rank(0, lambda: (text_of(manifests[0]).encode(), job.state_text), group, tuple[bytes, bytes])
+            together(action, group, lambda: self._write_texts(job.folder, *texts))
+            together(action, group, lambda: self._publish(job))
         except BaseException:
             if self.nodes.leads:
                 shutil.rmtree(job.folder, ignore_errors=True)
             raise
         self.newest = iteration
-        return root / folder_name(iteration)
+        return self.folder / folder_name(iteration)
 
     def _plan(self, job: Save) -> RankPlan:
         if self.nodes.leads:
@@ -267,11 +262,11 @@ class MemoryCheckpoints:
         if self.nodes.leads:
             job.folder.rename(self.folder / folder_name(job.iteration))
 
-    def settle(self, found: InMemory | None, group: Group) -> None:
+    def settle(self, found: InMemory | None) -> None:
         """Delete all checkpoints but the one that was loaded; if there is none, also those of nodes that are absent."""
         self.newest = found.iteration if found else None
         if found is None:
-            self.identity = from_rank_0(lambda: _identity(self.save_folder, anew=True), group)
+            self.identity = from_rank(0, lambda: _identity(self.save_folder, anew=True), self.group, str)
         if self.nodes.leads:
             for path in checkpoints(self.folder):
                 held = self._held(path)
@@ -287,19 +282,25 @@ class MemoryCheckpoints:
 
     # -- load
 
-    def find(self, disk: Path | None, group: Group) -> tuple[list[InMemory], list[str]]:
-        """Return the whole checkpoints that are newer than `disk`, newest first, and why others are not taken."""
+    def find(self, older: Path | None, faults: Mapping[str, str]) -> Iterator[InMemory]:
+        """Yield the whole checkpoints that are newer than `older`, on the disk; then log why there are no others."""
         mine = [held for held in map(self._held, checkpoints(self.folder) if self.nodes.leads else []) if held]
-        everyone = gather_all(mine, group)
-        found, faults = whole([everyone[ranks[0]] for ranks in self.nodes.ranks])
-        number, iteration = from_rank_0(lambda: (save_number(disk), iteration_of(disk)) if disk else (0, 0), group)
-        newer = [
-            each._replace(disk=iteration) for each in found if each.save_number > number and each.iteration > iteration
-        ]
-        reasons = [fault for of, fault in faults.items() if of > iteration]
+        everyone = gather_all(mine, self.group, list[Held])
+        found, lost = whole([everyone[ranks[0]] for ranks in self.nodes.ranks])
+        number, iteration = from_rank(
+            0, lambda: (save_number(older), iteration_of(older)) if older else (0, 0), self.group, tuple[int, int]
+        )
+        newer = [each for each in found if each.save_number > number and each.iteration > iteration]
+        for each in newer:
+            if each.key not in faults:
+                yield each._replace(path=self.folder / folder_name(each.iteration), disk=iteration)
+        reasons = [fault for of, fault in lost.items() if of > iteration]
         if found and not newer:
             reasons.append(f"iteration {found[0].iteration} in memory is not newer")
-        return newer, reasons
+        reasons += [faults[each.key] for each in newer if each.key in faults]
+        if older is not None or reasons:
+            why = "; ".join(reasons) or "no node has a checkpoint in memory"
+            log.info(f"{why}: {f'{older} is loaded' if older else 'the run starts from the beginning'}")
 
     def _held(self, path: Path) -> Held | None:
         """Return this node's part of a checkpoint; None if it is damaged, or another run's."""
@@ -321,14 +322,15 @@ class MemoryCheckpoints:
             absent=tuple(sizes.keys() - set(here)),
         )
 
-    def read_state(self, found: InMemory, group: Group) -> dict[str, Any]:
+    def read_state(self, found: InMemory) -> dict[str, Any]:
         """Return the state of a checkpoint, from a node that has it."""
-        return from_rank(self.nodes.ranks[found.nodes[0]][0], lambda: read_state_file(self.folder / found.name), group)
+        holder = self.nodes.ranks[found.nodes[0]][0]
+        return from_rank(holder, lambda: read_state_file(found.path), self.group, dict[str, Any])
 
-    def load(self, found: InMemory, shards: Mapping[str, LocalShard], group: Group, *, partial: bool = False) -> None:
+    def load(self, found: InMemory, shards: Mapping[str, LocalShard], *, partial: bool = False) -> None:
         """Fill the shards, as `api.load`; a damaged chunk is taken from the other copy, with a warning."""
-        path = self.folder / found.name
-        raw = from_rank(self.nodes.ranks[found.nodes[0]][0], lambda: read_manifest_bytes(path), group)
+        path, group = found.path, self.group
+        raw = from_rank(self.nodes.ranks[found.nodes[0]][0], lambda: read_manifest_bytes(path), group, bytes)
         content = parse_manifest(path, raw)
         check(path, content, shards, group=group, partial=partial)
         reader, count = ChunkReader(path, content), len(self.nodes.ranks)
@@ -339,34 +341,40 @@ class MemoryCheckpoints:
         }
         for turn in range(max(map(len, nearest.values()), default=0)):
             holder = {file: nodes[min(turn, len(nodes) - 1)] for file, nodes in nearest.items()}
-            left = self._fill(reader, left, holder, group)
+            left = self._fill(reader, left, holder)
             faults = {f"{_file(each)} of {self.nodes.names[holder[_file(each)]]}" for each in left}
-            everyone = sorted(set().union(*gather_all(faults, group)))
+            everyone = sorted(set[str]().union(*gather_all(faults, group, set[str])))
             if not everyone:
                 return
             log.warning(f"iteration {found.iteration} in memory is damaged: {', '.join(everyone)}; trying other copies")
-        together(f"loading {path}", group, lambda: _refuse(found, left), _done)
 
-    def _fill(self, reader: ChunkReader, wanted: list[Wanted], holder: Mapping[str, int], group: Group) -> list[Wanted]:
+        def refuse() -> None:
+            if left:
+                (name, chunk), _ = left[0]
+                raise Damaged(
+                    f"iteration {found.iteration} in memory is damaged: tensor {name!r} in every {chunk.file}"
+                )
+
+        together(f"loading {path}", group, refuse)
+
+    def _fill(self, reader: ChunkReader, wanted: list[Wanted], holder: Mapping[str, int]) -> list[Wanted]:
         """Read chunks from the node `holder` of each file; return those that are damaged there."""
-        me, asked = rank_of(group), dict[int, list[Wanted]]()
+        me, asked = rank_of(self.group), dict[int, list[Wanted]]()
         for each in wanted:
             ranks = self.nodes.ranks[holder[_file(each)]]
             rank = me if me in ranks else ranks[self.nodes.place % len(ranks)]
             asked.setdefault(rank, []).append(each)
         local = asked.pop(me, [])
         left = _take(local, _read(reader, [each for each, _ in local]))
-        everyone = gather_all(sorted(asked), group)
+        everyone = gather_all(sorted(asked), self.group, list[int])
         for distance in range(1, len(everyone)):
             to, source = (me + distance) % len(everyone), (me - distance) % len(everyone)
             mine = to if to in asked else None
             theirs = source if me in everyone[source] else None
-            requests = torch.frombuffer(
-                bytearray(pickle.dumps([each for each, _ in asked.get(to, [])])), dtype=torch.uint8
-            )
-            arrived = list(exchange([requests], mine, theirs, group))
-            served = _read(reader, pickle.loads(arrived[0].numpy().tobytes()) if arrived else [])
-            left += _take(asked.get(to, []), exchange(served, theirs, mine, group))
+            request = tensor_of(message_of([each for each, _ in asked.get(to, [])]))
+            arrived = exchange([request], mine, theirs, self.group)
+            wants = [each for text in arrived for each in value_of_message(text.numpy().tobytes(), Asked)]
+            left += _take(asked.get(to, []), exchange(_read(reader, wants), theirs, mine, self.group))
         return left
 
 
@@ -425,10 +433,6 @@ def _identity(save: Path, anew: bool = False) -> str:
     return read_regular(path, limit=100).decode(errors="replace")
 
 
-def _done(results: list[None]) -> list[None]:
-    return results
-
-
 def _size(path: Path) -> int | None:
     try:
         return path.stat().st_size if path.is_file() else None
@@ -461,7 +465,7 @@ def _write_pieces(path: Path, pieces: Iterable[torch.Tensor]) -> OSError | None:
     return failure
 
 
-def _read(reader: ChunkReader, chunks: Sequence[tuple[str, StoredChunk]]) -> Iterator[torch.Tensor]:
+def _read(reader: ChunkReader, chunks: Asked) -> Iterator[torch.Tensor]:
     """Yield the bytes of chunks of this node's files, ordered by file; none for one that is damaged."""
     for file, of_file in groupby(chunks, key=lambda each: each[1].file):
         with contextlib.ExitStack() as stack:
@@ -487,9 +491,3 @@ def _take(wanted: Sequence[Wanted], found: Iterable[torch.Tensor]) -> list[Wante
         for part, target in targets:
             target.copy_(data.view(target.dtype).view(chunk.region.size)[part])
     return left
-
-
-def _refuse(found: InMemory, left: Sequence[Wanted]) -> None:
-    if left:
-        (name, chunk), _ = left[0]
-        raise Damaged(f"iteration {found.iteration} in memory is damaged: tensor {name!r} in every {chunk.file}")

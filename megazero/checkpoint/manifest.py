@@ -89,8 +89,8 @@ class StoredChunk(NamedTuple):
     """A region of a tensor, the file that holds it, and the CRC-32 of its bytes."""
 
     region: Region
-    file: str
-    crc32: int
+    file: DataFile
+    crc32: Checksum
 
 
 class Attached(NamedTuple):

@@ -7,12 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from megazero.checkpoint.shared_outcome import Group, gather_all, rank_of
+from megazero.checkpoint.shared_outcome import gather_all
+from megazero.engine.mesh.messages import Group, rank_of, receive, start_send
 from megazero.world import Node, this_node
-
-END = -1  # length that follows the last message
 
 
 class Nodes(NamedTuple):
@@ -33,7 +31,7 @@ class Nodes(NamedTuple):
     @classmethod
     def meet(cls, group: Group) -> Nodes:
         """Learn the nodes of all ranks; all ranks call it together."""
-        return cls.of(gather_all(this_node(), group), rank_of(group))
+        return cls.of(gather_all(this_node(), group, Node), rank_of(group))
 
     @classmethod
     def of(cls, nodes: Sequence[Node], rank: int) -> Nodes:
@@ -78,21 +76,13 @@ def exchange(
     left, sending, receiving = iter(messages), to is not None, source is not None
     while sending or receiving:
         works = []
-        if sending:
+        if to is not None and sending:
             message = next(left, None)
-            sending = message is not None
-            works.append(dist.isend(torch.tensor(END if message is None else len(message)), group_dst=to, group=group))
-            if message is not None and len(message):
-                works.append(dist.isend(message, group_dst=to, group=group))
-        if receiving:
-            length = torch.tensor(0)
-            dist.recv(length, group_src=source, group=group)
-            receiving = int(length) != END
-            if receiving:
-                arriving = torch.empty(int(length), dtype=torch.uint8)
-                if len(arriving):
-                    dist.recv(arriving, group_src=source, group=group)
+            sending, works = message is not None, start_send(message, to, group)
+        if source is not None and receiving:
+            arriving = receive(source, group)
+            receiving = arriving is not None
+            if arriving is not None:
                 yield arriving
         for work in works:
-            assert work is not None  # this rank is in the group
             work.wait()

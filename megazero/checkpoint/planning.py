@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,13 +25,14 @@ from megazero.engine.zero.shards import LocalShard
 # Global shape and dtype, by name, of a tensor. A rank declares tensors of which it owns nothing, too.
 Declared = tuple[Shape, str]
 Chunks = tuple[Region, ...]
+Skipped = set[tuple[str, Shape]]  # (name, offset) of the chunks that a rank holds, and another rank writes
 
 
 class Holding(NamedTuple):
     """Tensors of which a rank holds the same chunks."""
 
     chunks: Chunks
-    names: array[int]  # numbers in the rank's table
+    names: list[int]  # numbers in the rank's table
 
 
 class RankPlan(NamedTuple):
@@ -45,13 +45,13 @@ class RankPlan(NamedTuple):
     def of(cls, shards: Mapping[str, LocalShard]) -> RankPlan:
         """Plan to write everything that a rank holds."""
         chunks_of: dict[tuple[object, ...], Chunks] = {}
-        by_chunks: dict[Chunks, array[int]] = {}
+        by_chunks: dict[Chunks, list[int]] = {}
         for at, shard in enumerate(shards.values()):
             kind = *shard.geometry, shard.data.dtype
             if kind not in chunks_of:
                 chunks_of[kind] = tuple(shard.chunks())
             if chunks_of[kind]:
-                by_chunks.setdefault(chunks_of[kind], array("I")).append(at)
+                by_chunks.setdefault(chunks_of[kind], []).append(at)
         return cls(table_of(shards), list(map(Holding, by_chunks, by_chunks.values())))
 
 
@@ -59,7 +59,7 @@ class SaveLayout:
     """The rank that writes each chunk of a checkpoint. Rank 0 makes it from the plans of all ranks.
 
     Attributes:
-        skipped: rank -> (name, offset) of the chunks that it holds, and another rank writes.
+        skipped: of each rank.
         tensors: name -> (dtype, shape, tiling).
         num_bytes: rank -> bytes of the tensors that it writes.
     """
@@ -70,7 +70,7 @@ class SaveLayout:
         tables = _parse_tables(plan.table for plan in plans)
         self._names = [list(table) for table in tables]
         declared = _agreed_declarations(tables)
-        self.skipped: list[set[tuple[str, Shape]]] = [set() for _ in plans]
+        self.skipped: list[Skipped] = [set() for _ in plans]
         tensors: dict[str, tuple[str, Shape, Tiling]] = {}
         replicated: list[tuple[int, str, Region, list[int]]] = []  # (bytes, name, chunk, holders)
         load = self.num_bytes = Counter[int]()  # chunks with one holder first, because they cannot be moved
@@ -149,9 +149,7 @@ class SaveLayout:
         return list(numbers), tensors
 
 
-def own_chunks(
-    plan: RankPlan, shards: Mapping[str, LocalShard], skipped: set[tuple[str, Shape]]
-) -> list[tuple[str, torch.Tensor]]:
+def own_chunks(plan: RankPlan, shards: Mapping[str, LocalShard], skipped: Skipped) -> list[tuple[str, torch.Tensor]]:
     """Return (key, elements) of the chunks that a rank writes, in the order of its file."""
     names = list(shards)
     return [

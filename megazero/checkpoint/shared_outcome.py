@@ -1,24 +1,25 @@
 """Work that all ranks do together: a failure on one rank becomes the same error on every rank.
 
-Results cross the network pickled. Nothing that is pickled touches a disk.
+Results cross the network as JSON, and become the types that the receiver expects.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
-import torch.distributed as dist
+import msgspec
 
 from megazero.checkpoint.manifest import Damaged
+from megazero.engine.mesh.messages import Group, broadcast_bytes, gather_bytes, rank_of, scatter_bytes
 from megazero.files import explain
 
-Group = dist.ProcessGroup | None
 T = TypeVar("T")
-R = TypeVar("R")
 
-# An exception is sent as the first of these that it is an instance of, because others may not be picklable.
-KINDS = (KeyboardInterrupt, Damaged, ValueError, OSError)
+# An exception is sent as the first of these that it is an instance of.
+KINDS = {kind.__name__: kind for kind in (KeyboardInterrupt, Damaged, ValueError, OSError, RuntimeError)}
 MOST_REPORTS = 4  # ranks that a message quotes
 
 
@@ -32,23 +33,42 @@ class AgreedFailure(RuntimeError):
 class Failure(NamedTuple):
     """An exception of one rank, as it is sent to the others."""
 
-    kind: type[BaseException]  # one of KINDS, or RuntimeError
+    kind: str  # a key of KINDS
     name: str  # of the exception's own class
     text: str
 
     @classmethod
-    def of(cls, error: BaseException | None) -> Failure | None:
-        if error is None:
-            return None
-        kind = next((kind for kind in KINDS if isinstance(error, kind)), RuntimeError)
+    def of(cls, error: BaseException) -> Failure:
+        kind = next((name for name, kind in KINDS.items() if isinstance(error, kind)), RuntimeError.__name__)
         return cls(kind, type(error).__name__, explain(error) if isinstance(error, OSError) else str(error))
 
 
-def together(action: str, group: Group, local: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
+def message_of(value: Any) -> bytes:
+    """Return a value as JSON. By `json`, because `msgspec` refuses paths that are not UTF-8."""
+    return json.dumps(msgspec.to_builtins(value, str_keys=True)).encode()
+
+
+def value_of_message(message: bytes, kind: Any) -> Any:
+    """Return the value of type `kind` in a message; ValueError if it is of another type."""
+    return msgspec.convert(json.loads(message), kind, str_keys=True)
+
+
+def together(
+    action: str,
+    group: Group,
+    local: Callable[[], Any],
+    combine: Callable[[list[Any]], Sequence[Any] | None] | None = None,
+    *,
+    sends: Any = NoneType,
+    answers: Any = NoneType,
+) -> Any:
     """Call `local` on every rank of `group`, then `combine` on rank 0 with the results of all ranks.
 
+    Args:
+        sends, answers: types of the results of `local` and of the items of `combine`.
+
     Returns:
-        This rank's item of the list that `combine` returns.
+        This rank's item of the list that `combine` returns; None if it returns none.
 
     Raises, the same on every rank:
         KeyboardInterrupt: one rank was interrupted.
@@ -56,82 +76,58 @@ def together(action: str, group: Group, local: Callable[[], T], combine: Callabl
         AgreedFailure: every failure is an OSError.
         RuntimeError: any other failure. The message names the action and the failed ranks.
     """
-    value, error = _attempt(local)
-    outcomes = gather((value, Failure.of(error)), group)
-    answers: list[Any] = []
-    if rank_of(group) == 0:
-        failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
-        parts: Sequence[R] | None = None
-        if not failures:
-            parts, error = _attempt(lambda: combine([value for value, _ in outcomes]))
-            failures = {0: Failure.of(error)} if error is not None else {}
-        answers = [(None, failures)] * len(outcomes) if parts is None else [(part, {}) for part in parts]
-    answer: R
-    answer, failures = _scatter(answers, group)
+    message, error = _attempt(local)
+    outcomes = [_outcome(each, sends) for each in gather_bytes(message, group)]  # on rank 0
+    failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
+    parts: Sequence[Any] | None = None
+    try:
+        if outcomes and not failures and combine is not None:
+            parts = combine([value for value, _ in outcomes])
+        messages = [message_of((part, failures)) for part in parts or [None] * len(outcomes)]
+    except BaseException as caught:
+        error, failures = caught, {0: Failure.of(caught)}
+        messages = [message_of((None, failures))] * len(outcomes)
+    answer, failures = value_of_message(scatter_bytes(messages, group), tuple[answers | None, dict[int, Failure]])
     if failures:
         raise _agreed_error(action, failures) from error
     return answer
 
 
-def from_rank_0(function: Callable[[], T], group: Group) -> T:
-    """Call the function on rank 0 alone; return its result, or raise its exception, on every rank."""
-    return from_rank(0, function, group)
+def from_rank(source: int, function: Callable[[], T], group: Group, kind: Any = NoneType) -> T:
+    """Call the function on rank `source` alone; return its result, of type `kind`, or raise its exception, everywhere.
 
-
-def from_rank(source: int, function: Callable[[], T], group: Group) -> T:
-    """Call the function on rank `source` alone; return its result, or raise its exception, on every rank."""
-    outcome: list[Any] = [None, None]
-    if rank_of(group) == source:
-        outcome = list(_attempt(function))
-    if dist.is_initialized():
-        dist.broadcast_object_list(outcome, group_src=source, group=group)
-    if outcome[1] is not None:
-        raise outcome[1]
-    value: T = outcome[0]
+    The other ranks raise an exception of KINDS.
+    """
+    message, error = _attempt(function) if rank_of(group) == source else (b"", None)
+    value: T
+    value, failure = _outcome(broadcast_bytes(message, source, group), kind)
+    if failure is not None:
+        raise error or KINDS[failure.kind](failure.text)
     return value
 
 
-def rank_of(group: Group) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0
-
-
-def _attempt(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Return the function's result, or its exception."""
-    try:
-        return function(), None
-    except BaseException as error:
-        return None, error
-
-
-def gather(value: Any, group: Group) -> list[Any]:
-    """Return the values of all ranks on rank 0, and an empty list on the others."""
-    if not dist.is_initialized():
-        return [value]
-    found = [None] * dist.get_world_size(group) if rank_of(group) == 0 else None
-    dist.gather_object(value, found, group_dst=0, group=group)
-    return found or []
-
-
-def gather_all(value: T, group: Group) -> list[T]:
-    """Return the values of all ranks, on every rank."""
-    if not dist.is_initialized():
-        return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
+def gather_all(value: T, group: Group, kind: Any) -> list[T]:
+    """Return the values of all ranks, which are of type `kind`, on every rank."""
+    everyone = b"[" + b",".join(gather_bytes(message_of(value), group)) + b"]"
+    found: list[T] = value_of_message(broadcast_bytes(everyone, 0, group), list[kind])
     return found
 
 
-def _scatter(values: list[Any], group: Group) -> Any:
-    """Return this rank's item of a list that rank 0 has."""
-    if not dist.is_initialized():
-        return values[0]
-    mine = [None]
-    dist.scatter_object_list(mine, values or None, group_src=0, group=group)
-    return mine[0]
+def _attempt(function: Callable[[], Any]) -> tuple[bytes, BaseException | None]:
+    """Return the message of the function's result; or of its failure, and the exception."""
+    try:
+        return message_of((function(), None)), None
+    except BaseException as error:
+        return message_of((None, Failure.of(error))), error
+
+
+def _outcome(message: bytes, kind: Any) -> tuple[Any, Failure | None]:
+    found: tuple[Any, Failure | None] = value_of_message(message, tuple[kind | None, Failure | None])
+    return found
 
 
 def _agreed_error(action: str, failures: dict[int, Failure]) -> BaseException:
-    kinds = {failure.kind for failure in failures.values()}
+    kinds = {KINDS[failure.kind] for failure in failures.values()}
     if KeyboardInterrupt in kinds:
         return KeyboardInterrupt()
     if kinds <= {Damaged, ValueError}:
@@ -139,7 +135,7 @@ def _agreed_error(action: str, failures: dict[int, Failure]) -> BaseException:
         return shared("; ".join(dict.fromkeys(failure.text for failure in failures.values())))
     kind = AgreedFailure if kinds == {OSError} else RuntimeError
     reports = [
-        f"rank {rank}: {failure.text}" if failure.kind is OSError else f"rank {rank}: {failure.name}: {failure.text}"
+        f"rank {rank}: {failure.text}" if failure.kind == "OSError" else f"rank {rank}: {failure.name}: {failure.text}"
         for rank, failure in failures.items()
     ]
     if len(reports) > MOST_REPORTS:

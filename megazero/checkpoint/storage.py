@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +29,9 @@ from megazero.checkpoint.manifest import (
     write_durably,
     write_manifest,
 )
-from megazero.checkpoint.planning import RankPlan, Read, SaveLayout, file_name, own_chunks, reads
+from megazero.checkpoint.planning import RankPlan, Read, SaveLayout, Skipped, file_name, own_chunks, reads
 from megazero.checkpoint.tensor_file import host_bytes, write_safetensors
-from megazero.engine.plan.layout.regions import Region, Shape
+from megazero.engine.plan.layout.regions import Region
 from megazero.engine.zero.shards import LocalShard
 from megazero.files import crc32, open_regular, sync_folder
 
@@ -48,7 +47,7 @@ class WrittenFile(NamedTuple):
 
     file: str
     num_bytes: int
-    crc32: array[int]  # of its chunks, in the order of `own_chunks`
+    crc32: list[int]  # of its chunks, in the order of `own_chunks`
 
 
 class Save:
@@ -75,7 +74,7 @@ class Save:
         self._plan = RankPlan.of(self.shards)
         return self._plan
 
-    def divide(self, plans: list[RankPlan]) -> list[set[tuple[str, Shape]]]:
+    def divide(self, plans: list[RankPlan]) -> list[Skipped]:
         """Return the chunks that each rank leaves to another, and make the partial folder. On rank 0."""
         self._layout = SaveLayout(plans)
         number = self.state.get("save_number") or next_save_number(self.root)  # one in memory has the disk's
@@ -89,7 +88,7 @@ class Save:
         clear_leftovers(self.root)
         self.folder.mkdir()
 
-    def write(self, skipped: set[tuple[str, Shape]]) -> WrittenFile | None:
+    def write(self, skipped: Skipped) -> WrittenFile | None:
         """Write this rank's file, and wait until it is on the disk. None if the rank has nothing to write."""
         chunks = own_chunks(self._plan, self.shards, skipped)
         if not chunks:
@@ -101,9 +100,9 @@ class Save:
                     f"{self.folder}, made by rank 0, is not here: --save must be a folder shared by all ranks"
                 )
             checksums, num_bytes = write_safetensors(self.folder / file, chunks)
-        return WrittenFile(file, num_bytes, array("I", checksums))
+        return WrittenFile(file, num_bytes, list(checksums))
 
-    def commit(self, written: Sequence[WrittenFile | None]) -> list[None]:
+    def commit(self, written: Sequence[WrittenFile | None]) -> None:
         """Write the other files, and give the folder its final name. On rank 0."""
         with owned(self.root):
             manifest = self.manifest(written)
@@ -114,7 +113,6 @@ class Save:
             write_manifest(self.folder, manifest)
             sync_folder(self.folder)
             commit(self.root, self.iteration)
-        return [None] * len(written)
 
     def manifest(self, written: Sequence[WrittenFile | None]) -> Manifest:
         """Write the attached files, and return the manifest of all files. On rank 0."""

@@ -23,9 +23,8 @@ from megazero.log import log
 from megazero.observe import start_report
 from megazero.observe.start_clock import StartClock, process_start
 from megazero.run import relayout
-from megazero.run.checkpoints import Checkpoints
+from megazero.run.checkpoints import CheckpointLoader, Checkpoints
 from megazero.run.exports import Exports
-from megazero.run.resume import find_checkpoint
 from megazero.run.same_run import run_values
 from megazero.run.stopping import Signals, Wish, Wishes
 from megazero.run.trainer import Trainer
@@ -45,8 +44,8 @@ def train(command: Command, world: World, signals: Signals) -> Wish | None:
     mesh, screen = connect(prepared)
     signals.joined()
     clock.mark("joining")
-    with mesh.world.peer_errors("looking for a checkpoint"):
-        lock, load = take_folders(prepared, mesh)
+    with mesh.world.peer_errors("locking --save"):
+        lock = take_folder(prepared, mesh)
     config = prepared.checked.config
     run = build(prepared, mesh, signals, clock)
     clock.mark("model")
@@ -55,11 +54,7 @@ def train(command: Command, world: World, signals: Signals) -> Wish | None:
     silent = world.has_peers and mesh.device.type == "cuda"  # NCCL does not report that a peer has failed
     peers = failures.ending_with_peers(world) if silent else contextlib.nullcontext()
     with peers, run.watchdog.over(run.trainer.engine.interpreter), frozen_objects():
-        if config.evaluation.eval_only:
-            assert load is not None, "find_checkpoint refuses an evaluation without a checkpoint"
-            stop = run.evaluate(load)
-        else:
-            stop = run.train(load)
+        stop = run.evaluate() if config.evaluation.eval_only else run.train()
     if lock is not None:
         lock.release()
     launch.stop(world, config.parallel.distributed_timeout_minutes)
@@ -97,16 +92,15 @@ def connect(prepared: Prepared) -> tuple[Mesh, list[str]]:
         return Mesh.build(layout, world.rank, device, minutes, check_buffers=checks, hosts=hosts), screen
 
 
-def take_folders(prepared: Prepared, mesh: Mesh) -> tuple[SaveLock | None, Path | None]:
-    """Lock --save, and find the checkpoint from which the run starts. With --elastic, complete the table of layouts."""
+def take_folder(prepared: Prepared, mesh: Mesh) -> SaveLock | None:
+    """Lock --save. With --elastic, complete the table of layouts there."""
     config, (world, *_), lock = prepared.checked.config, prepared.ranks, None
     if config.checkpoint.save:
         patience = LOCK_SECONDS if config.parallel.elastic else 0.0
         lock = checkpoint.lock(Path(config.checkpoint.save), mesh.host_group, patience)
-    load = find_checkpoint(config, mesh.host_group)
     if prepared.choice.table is not None:
         relayout.complete(prepared.choice.table, world.rank, world.size, mesh.host_group)
-    return lock, load
+    return lock
 
 
 def build(prepared: Prepared, mesh: Mesh, signals: Signals, clock: StartClock) -> TrainingRun:
@@ -123,19 +117,11 @@ def build(prepared: Prepared, mesh: Mesh, signals: Signals, clock: StartClock) -
         watchdog=watchdog,
         tokenizer=tokenizer,
     )
-    saves = Checkpoints(
-        trainer.config,
-        trainer.engine,
-        datasets,
-        tokenizer=tokenizer,
-        watchdog=watchdog,
-        given=command.given,
-        open_weights=open_weights,
-    )
+    saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer=tokenizer, watchdog=watchdog)
     stop_file = Path(config.log.log_dir) / "stop" if world.rank == 0 and config.log.log_dir else None
     return TrainingRun(
         trainer,
-        saves,
+        CheckpointLoader(saves, command.given, open_weights),
         Wishes(signals, prepared.verdict.clock, stop_file),
         command=command,
         exports=_exports(config, saves),

@@ -1,4 +1,4 @@
-"""`Checkpoints`: saves a run's checkpoints, also in the background, prunes them, and loads the newest sound one."""
+"""Checkpoints of a run: `Checkpoints` saves them, also in the background, and prunes them; a loader resumes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from megazero import checkpoint
+from megazero.checkpoint import InMemory
 from megazero.cluster.watchdog import Watchdog
 from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
@@ -53,7 +54,7 @@ OpenWeights = Callable[[Path, ModelConfig], OpenedWeights]
 
 
 class Checkpoints:
-    """One rank's part in the checkpoints of a run; all ranks call each method together.
+    """One rank's part in the saves of a run; all ranks call each method together.
 
     Attributes:
         waits: seconds before each further attempt of the last save, which `wait` sleeps.
@@ -69,30 +70,25 @@ class Checkpoints:
         datasets: Datasets,
         tokenizer: Tokenizer | None,
         watchdog: Watchdog,
-        given: Collection[str] | None = None,
-        open_weights: OpenWeights | None = None,
     ) -> None:
         """Prepare to save into --save, if it is given.
 
         Args:
             config: resolved.
-            engine: owner of the tensors that are saved and loaded.
+            engine: owner of the tensors that are saved.
             datasets: checkpoints keep the fingerprints of their corpora.
             tokenizer: rank 0 puts a copy into every checkpoint.
             watchdog: paused during a save, because waits in a save have limits of their own.
-            given: names of the flags that were given, without dashes; None: all were.
-            open_weights: reads the weights of a Hugging Face folder, which --load may name.
         """
         self.config, self.engine, self.mesh = config, engine, engine.mesh
         self.fingerprints, self.split_by_tokens = tuple(datasets.fingerprints()), datasets.split_by_tokens
-        self.watchdog, self.given, self.open_weights = watchdog, given, open_weights
-        self.source_digest = source_digest(config.hf_config)
+        self.watchdog, self.source_digest = watchdog, source_digest(config.hf_config)
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
         self.in_memory_at: int | None = None  # iteration of the newest checkpoint in memory, perhaps in flight
         self.loaded_from_memory: int | None = None  # iteration at which the run resumed from memory
         self.run_id = uuid.uuid4().hex  # a resume from the same folder replaces it by that of the run
         minutes = config.parallel.distributed_timeout_minutes
-        self.saver = checkpoint.BackgroundSaver(minutes) if config.checkpoint.async_save else None
+        self.saver = checkpoint.BackgroundSaver(minutes, self._write) if config.checkpoint.async_save else None
         self.memory: checkpoint.MemoryCheckpoints | None = None
         if config.checkpoint.memory_checkpoint_interval and config.trains:
             base, group = config.checkpoint.memory_checkpoint_dir, self.mesh.host_group
@@ -112,25 +108,22 @@ class Checkpoints:
             AgreedFailure: no attempt of the last save succeeded.
             DeadRun: weights are not finite; nothing is saved.
         """
-        options, iteration = self.config.checkpoint, progress.iteration
-        if not options.save:
+        iteration = progress.iteration
+        if not self.config.checkpoint.save:
             return
         self.finish_save()
         if self.saved_at == iteration:
             return
         self.saving_since = time.perf_counter()
         shards, state = self._contents(progress)
-        root, group = Path(options.save), self.mesh.host_group
         self.saved_at = iteration
         if self.memory is not None:
             self.memory.number += 1
 
         def begin() -> Callable[[], Path | None]:
             if self.saver is None:
-                return lambda: checkpoint.save(
-                    root, iteration, shards, state=state, group=group, attached=self.attached
-                )
-            self.saver.start(root, iteration, shards, state=state, attached=self.attached)
+                return lambda: self._write(iteration, shards, state, self.mesh.host_group)
+            self.saver.start(iteration, shards, state)
             return self.saver.finish
 
         if last:
@@ -140,6 +133,10 @@ class Checkpoints:
         else:
             begin()
             log.info(f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s")
+
+    def _write(self, iteration: int, shards: Mapping[str, LocalShard], state: dict[str, Any], group: Any) -> Path:
+        root = Path(self.config.checkpoint.save)
+        return checkpoint.save(root, iteration, shards, state=state, group=group, attached=self.attached)
 
     def _insist(self, write: Callable[[], Path | None]) -> Path | None:
         """Call `write`, and call it again after each of `waits` while ranks cannot write; AgreedFailure of the last.
@@ -155,9 +152,7 @@ class Checkpoints:
                     f"begins in {seconds:g} s. If the disk is full, delete files, such as old checkpoints in "
                     f"{self.config.checkpoint.save}"
                 )
-            checkpoint.together(
-                "waiting", self.mesh.host_group, functools.partial(self.wait, seconds), lambda waits: waits
-            )
+            checkpoint.together("waiting", self.mesh.host_group, functools.partial(self.wait, seconds))
         return write()
 
     def _contents(self, progress: Progress) -> tuple[dict[str, LocalShard], dict[str, Any]]:
@@ -205,7 +200,7 @@ class Checkpoints:
         self._finish_in_memory()
         shards, state = self._contents(progress)
         self.in_memory_at = progress.iteration
-        self.memory_saver.start(self.memory.folder, progress.iteration, shards, state | self.memory.stamp())
+        self.memory_saver.start(progress.iteration, shards, state | self.memory.stamp())
         if wait:
             self._finish_in_memory()
 
@@ -276,8 +271,24 @@ class Checkpoints:
                 "is unchanged; lower --lr, or resume from an earlier checkpoint"
             )
 
-    def resume(self, load: Path | None) -> tuple[Path | None, Progress]:
-        """Load the checkpoint `load`, or if it is damaged, the newest sound one before it.
+
+class CheckpointLoader:
+    """One rank's part in a resume; all ranks call it together. `saves` learns which run is resumed."""
+
+    def __init__(
+        self, saves: Checkpoints, given: Collection[str] | None = None, open_weights: OpenWeights | None = None
+    ) -> None:
+        """Take the parts of a resume.
+
+        Args:
+            given: names of the flags that were given, without dashes; None: all were.
+            open_weights: reads the weights of a Hugging Face folder, which --load may name.
+        """
+        self.saves, self.config, self.engine, self.mesh = saves, saves.config, saves.engine, saves.mesh
+        self.memory, self.given, self.open_weights = saves.memory, given, open_weights
+
+    def resume(self) -> tuple[Path | None, Progress]:
+        """Load the newest checkpoint, or if it is damaged, the newest sound one before it.
 
         Returns:
             The folder that was loaded (None: a fresh start), and its progress.
@@ -286,66 +297,47 @@ class Checkpoints:
             ValueError: this run cannot resume from the checkpoint.
             Damaged: it is damaged, and --load-exact is given, or --load is this checkpoint's own folder.
         """
-        passed, tried = dict[str, str](), dict[int, str]()
-        group, options, memory = self.mesh.host_group, self.config.checkpoint, self.memory
-        if memory is not None:
-            with self.mesh.world.peer_errors("planning checkpoints in memory"):
-                memory.announce(self.engine.shards(), group)
-        found = self._resume_from_memory(load, tried)
-        while found is None and load is not None:
-            try:
-                found = load, self._load(load)
-            except checkpoint.Damaged as error:
-                if options.load_exact or load == Path(options.load):
-                    raise
-                passed[load.name] = str(error)
-                load = find_checkpoint(self.config, group, passed)
-                found = self._resume_from_memory(load, tried)
-        if found is None and takes_memory(self.config):  # Damaged if there are checkpoints on the disk
-            find_checkpoint(self.config, group, passed, memory=False)
-        if memory is not None and self.in_memory_at is None:
-            memory.settle(None, group)
-        if found is None and tried:  # the weights are those of a load that failed
+        faults, options = dict[str, str](), self.config.checkpoint
+        with self.mesh.world.peer_errors("looking for a checkpoint"):
+            if self.memory is not None:
+                self.memory.announce(self.engine.shards())
+            for path, copy in self._candidates(faults):
+                try:
+                    progress = self._load(path, copy)
+                except checkpoint.Damaged as error:
+                    if options.load_exact or path == Path(options.load):
+                        raise
+                    faults[copy.key if copy is not None else path.name] = str(error)
+                    continue
+                if self.memory is not None:
+                    self.memory.settle(copy)
+                return path, progress
+            find_checkpoint(self.config, self.mesh.host_group, faults, memory=False)  # Damaged if the disk has any
+            if self.memory is not None:
+                self.memory.settle(None)
+        if faults:  # the weights are those of a load that failed
             raise checkpoint.Damaged(
-                f"{'; '.join(tried.values())}; all copies are deleted: start again to begin at iteration 0"
+                f"{'; '.join(faults.values())}; all copies are deleted: start again to begin at iteration 0"
             )
-        return found or (None, Progress())
+        return None, Progress()
 
-    def _resume_from_memory(self, load: Path | None, tried: dict[int, str]) -> tuple[Path, Progress] | None:
-        """Load the newest whole checkpoint in memory that is newer than `load`; log the reason if there is none.
+    def _candidates(self, faults: Mapping[str, str]) -> Iterator[tuple[Path, InMemory | None]]:
+        """Yield checkpoints to try, best first: each one of the disk after the newer ones in memory.
 
         Args:
-            tried: digests of copies already found damaged -> the damage; more are added.
-
-        Raises as `resume`.
+            faults: by key or name, the damage of those that were tried; grows in between.
         """
-        memory, resumes = self.memory, takes_memory(self.config)
-        if memory is None or not (resumes or (self.config.parallel.elastic and generation() > 0)):
-            return None
-        load = load if resumes else None  # --save has no checkpoint yet
-        with self.mesh.world.peer_errors("looking for a checkpoint in memory"):
-            candidates, faults = memory.find(load, self.mesh.host_group)
-        for found in candidates:
-            if found.digest in tried:
-                continue
-            try:
-                path = memory.folder / found.name
-                progress = self._load(path, found)
-            except checkpoint.Damaged as error:
-                if self.config.checkpoint.load_exact:
-                    raise
-                tried[found.digest] = str(error)
-                faults.append(str(error))
-                continue
-            self.in_memory_at = self.loaded_from_memory = found.iteration
-            memory.settle(found, self.mesh.host_group)
-            return path, progress
-        if load is not None or faults:
-            why = "; ".join(faults) or "no node has a checkpoint in memory"
-            log.info(f"{why}: {f'{load} is loaded' if load else 'the run starts from the beginning'}")
-        return None
+        resumes = takes_memory(self.config)
+        asked = resumes or (self.config.parallel.elastic and generation() > 0)
+        while True:
+            load = find_checkpoint(self.config, self.mesh.host_group, faults)
+            if self.memory is not None and asked:  # unless it resumes, --save has no checkpoint yet
+                yield from ((copy.path, copy) for copy in self.memory.find(load if resumes else None, faults))
+            if load is None:
+                return
+            yield load, None
 
-    def _load(self, path: Path, found: checkpoint.InMemory | None = None) -> Progress:
+    def _load(self, path: Path, found: InMemory | None) -> Progress:
         """Load the checkpoint `path`, on the disk, or the one `found` in memory."""
         start = time.perf_counter()
         if is_hugging_face(path):
@@ -358,72 +350,63 @@ class Checkpoints:
             state = RunState.read(path, self.mesh.host_group)
         else:
             assert self.memory is not None
-            state = RunState.of(path, self.memory.read_state(found, self.mesh.host_group))
+            state = RunState.of(path, self.memory.read_state(found))
             check_same_model(path, state.typed_model(path), self.config.model)
         finetunes = self.config.checkpoint.finetune and found is None
         if finetunes or self.config.evaluation.eval_only or state.weights_only:
             self._load_weights(path, state.expert_biases)
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
-        check_data(path, state, self.config, fingerprints=self.fingerprints, split_by_tokens=self.split_by_tokens)
+        saves = self.saves
+        check_data(path, state, self.config, fingerprints=saves.fingerprints, split_by_tokens=saves.split_by_tokens)
         same = state.optimizer == self.config.optimizer.optimizer
-        shards = self._trained() if same else self._weights()
+        shards = self._shards(states=same)
         partial = not same or bool(self.config.training.freeze_parameters)
-        self._load_shards(path, shards, partial, found)
+        self._fill(path, shards, partial, found)
         updates = state.updates if same else 0
         restored = {"updates": updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
         self.engine.load_state_dict(restored, shards)
-        changes = changed_options(state, self.config, self.given, self.fingerprints)
+        changes = changed_options(state, self.config, self.given, saves.fingerprints)
         for text in changes.notes:
             log.info(text)
         for text in changes.warnings:
             log.warning(text)
         on_disk = path.parent.resolve() == Path(self.config.checkpoint.save or ".").resolve()
         if on_disk:
-            self.saved_at = state.iteration
+            saves.saved_at = state.iteration
+        if found is not None:
+            saves.in_memory_at = saves.loaded_from_memory = state.iteration
         if on_disk or found is not None:
-            self.run_id, self.source_digest = state.run, state.source_digest
+            saves.run_id, saves.source_digest = state.run, state.source_digest
         seconds = time.perf_counter() - start
         log.info(found.loaded(seconds) if found is not None else f"loaded {path} in {seconds:.1f} s")
         return Progress(state.iteration, state.consumed_samples, state.skipped_in_a_row)
 
     def _load_weights(self, path: Path, expert_biases: Mapping[str, list[float]]) -> None:
         """Load the weights alone, with the biases of experts; optimizer states stay fresh."""
-        weights = self._weights()
-        self._load_shards(path, weights, partial=True)
+        weights = self._shards(states=False)
+        self._fill(path, weights, partial=True)
         self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": expert_biases}, weights)
 
     def _opened(self, path: Path) -> OpenedWeights:
         assert self.open_weights is not None
         return self.open_weights(path, self.config.model)
 
-    def _trained(self) -> dict[str, LocalShard]:
-        """Return weights, and states of those that train: moments of earlier steps would move a frozen one."""
-        frozen = self.config.training.freeze_parameters
-        return {
-            name: shard
-            for name, shard in self.engine.shards().items()
-            if name.startswith("model.") or not any(fnmatch.fnmatchcase(name.partition(".")[2], p) for p in frozen)
-        }
+    def _shards(self, states: bool) -> dict[str, LocalShard]:
+        """Return weights, and `states` of those that train: moments of earlier steps would move a frozen one."""
+        frozen, shards = self.config.training.freeze_parameters, self.engine.shards()
+        moves = {n for n in shards if states and not any(fnmatch.fnmatchcase(n.partition(".")[2], p) for p in frozen)}
+        return {name: shard for name, shard in shards.items() if name.startswith("model.") or name in moves}
 
-    def _weights(self) -> dict[str, LocalShard]:
-        return {name: shard for name, shard in self.engine.shards().items() if name.startswith("model.")}
-
-    def _load_shards(
-        self,
-        path: Path,
-        shards: dict[str, LocalShard],
-        partial: bool = False,
-        found: checkpoint.InMemory | None = None,
-    ) -> None:
+    def _fill(self, path: Path, shards: dict[str, LocalShard], partial: bool, found: InMemory | None = None) -> None:
         self.engine.wait()  # an all-gather of initial weights in flight would overwrite the loaded ones
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
         with self.mesh.world.peer_errors(f"loading {path}"):
             if is_hugging_face(path):
-                checkpoint.fill(path, shards, lambda shards: self._opened(path).fill(shards), self.mesh.host_group)
+                checkpoint.together(f"loading {path}", self.mesh.host_group, lambda: self._opened(path).fill(shards))
             elif found is not None:
                 assert self.memory is not None
-                self.memory.load(found, shards, self.mesh.host_group, partial=partial)
+                self.memory.load(found, shards, partial=partial)
             else:
                 checkpoint.load(path, shards, self.mesh.host_group, partial=partial)
 

@@ -104,7 +104,7 @@ class Exports:
                 log.warning(f"cannot export to --save-hf {self.root}: {error}. Training continues")
 
         if all_ranks:
-            checkpoint.together(f"exporting to {self.root}", self._group, wait, lambda done: done)
+            checkpoint.together(f"exporting to {self.root}", self._group, wait)
         else:
             wait()
         watchdog.doing = doing

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from megazero.checkpoint.folders import save_mark
-from megazero.checkpoint.shared_outcome import gather_all
+from megazero.checkpoint.shared_outcome import from_rank, gather_all
 from megazero.engine.options.schema import Config
 from megazero.files import read_small, write_atomically
 from megazero.flags.flag_names import LAYOUT_FLAGS
@@ -141,12 +141,12 @@ def complete(question: Question, rank: int, size: int, group: Any) -> None:
         ValueError: on every rank, if no layout fits on some number of nodes.
     """
     save, digest = Path(question.config.checkpoint.save), question.digest()
-    kept: dict[int, Chosen] = gather_all(read_layouts(save, digest) if rank == 0 else {}, group)[0]
+    kept = from_rank(0, lambda: read_layouts(save, digest), group, dict[int, Chosen])
     missing = question.missing(kept)
     if not missing:
         return
     rows, refusals = dict(kept), []
-    for found in gather_all(_part(question, missing[rank::size]), group):
+    for found in gather_all(_part(question, missing[rank::size]), group, dict[int, Chosen] | str):
         if isinstance(found, str):
             refusals.append(found)
         else:

@@ -14,7 +14,7 @@ from megazero.observe.events import RunEvents
 from megazero.observe.loggers import Writers, open_writers
 from megazero.observe.memory_report import device_in_use
 from megazero.observe.start_clock import StartClock
-from megazero.run.checkpoints import Checkpoints
+from megazero.run.checkpoints import CheckpointLoader
 from megazero.run.evaluation import Evaluation, Stopped, evaluation_line
 from megazero.run.exports import Exports
 from megazero.run.replicas import check_replicas
@@ -28,7 +28,7 @@ class TrainingRun:
     def __init__(
         self,
         trainer: Trainer,
-        checkpoints: Checkpoints,
+        loader: CheckpointLoader,
         wishes: Wishes,
         command: Command | None = None,
         exports: Exports | None = None,
@@ -44,18 +44,19 @@ class TrainingRun:
             elastic: the nodes and the layout of this start, with --elastic.
         """
         self.exports, self.clock, self.elastic = exports, clock or StartClock(), elastic
-        self.trainer, self.checkpoints, self.wishes, self.command = trainer, checkpoints, wishes, command
+        self.trainer, self.loader, self.wishes, self.command = trainer, loader, wishes, command
+        self.checkpoints = loader.saves
         self.config, self.mesh, self.watchdog = trainer.config, trainer.mesh, trainer.watchdog
 
-    def train(self, load: Path | None) -> Wish | None:
-        """Train from `load`, or from the beginning, to --train-iters; returns the request that stopped it earlier.
+    def train(self) -> Wish | None:
+        """Train from --load, or from the beginning, to --train-iters; returns the request that stopped it earlier.
 
         Raises:
             ValueError: the checkpoint cannot be loaded.
             DeadRun: the run makes no progress.
         """
         config, trainer = self.config, self.trainer
-        load, trainer.progress = self.checkpoints.resume(load)
+        load, trainer.progress = self.loader.resume()
         progress, last = trainer.progress, config.training.train_iters
         self.describe(load)
         self.clock.mark("checkpoint")
@@ -128,10 +129,10 @@ class TrainingRun:
             else:
                 self.exports.finish(all_ranks=True)
 
-    def evaluate(self, load: Path) -> Wish | None:
-        """Evaluate the weights of `load` on --eval-split; returns the request that stopped it earlier."""
+    def evaluate(self) -> Wish | None:
+        """Evaluate the weights of --load on --eval-split; returns the request that stopped it earlier."""
         trainer, evaluator = self.trainer, self.trainer.evaluator
-        loaded, trainer.progress = self.checkpoints.resume(load)
+        loaded, trainer.progress = self.loader.resume()
         self.describe(loaded)
         writers = self._open_writers(RunEvents(self.command, self.config, self.mesh))
         start = time.perf_counter()

@@ -24,8 +24,7 @@ from megazero.engine.plan.program.operations import Backward, Forward, Op, Updat
 from megazero.engine.step.engine import Engine
 from megazero.engine.zero.flat_unit import OwnedPart
 from megazero.log import log_as
-from megazero.run.checkpoints import Checkpoints
-from megazero.run.resume import find_checkpoint
+from megazero.run.checkpoints import CheckpointLoader, Checkpoints
 from megazero.run.trainer import Trainer
 
 Array = NDArray[Any]
@@ -173,7 +172,7 @@ def train_rank(rank: int, device: torch.device, task: Task) -> Trained:
     checkpoints = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer=None, watchdog=trainer.watchdog)
     checkpoints.waits = ()  # a failing save is not attempted again
     if task.load:
-        _, trainer.progress = checkpoints.resume(find_checkpoint(trainer.config, mesh.host_group))
+        _, trainer.progress = CheckpointLoader(checkpoints).resume()
     recorder = StepRecorder(trainer.engine)
     trainer.engine.interpreter.observe = recorder
     steps = []

@@ -29,7 +29,6 @@ from megazero.engine.options.schema import (
 )
 from megazero.flags.resolve import resolve
 from megazero.run.inputs import open_data
-from megazero.run.resume import find_checkpoint
 from tests.helpers.runs import new_run
 
 MODEL = ModelConfig(
@@ -100,7 +99,7 @@ def train(
     run.checkpoints.waits = ()
     found = []
     with contextlib.redirect_stdout(open(os.devnull, "w")):
-        _, run.trainer.progress = run.checkpoints.resume(find_checkpoint(run.config, mesh.host_group))
+        _, run.trainer.progress = run.loader.resume()
         while run.trainer.progress.iteration < config.training.train_iters:
             record = run.trainer.iterate()
             found.append((record["iteration"], record["loss"]))

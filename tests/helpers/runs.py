@@ -8,7 +8,7 @@ from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.options.schema import Config
-from megazero.run.checkpoints import Checkpoints
+from megazero.run.checkpoints import CheckpointLoader, Checkpoints
 from megazero.run.stopping import Wishes
 from megazero.run.trainer import Trainer
 from megazero.run.training_run import TrainingRun
@@ -21,4 +21,4 @@ def new_run(
     trainer = Trainer(config, mesh, datasets, eod, tokenizer=tokenizer)
     saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer, trainer.watchdog)
     stop_file = Path(config.log.log_dir) / "stop" if config.log.log_dir and mesh.rank == 0 else None
-    return TrainingRun(trainer, saves, Wishes(stop_file=stop_file))
+    return TrainingRun(trainer, CheckpointLoader(saves), Wishes(stop_file=stop_file))

@@ -28,7 +28,6 @@ from megazero.engine.zero.shards import LocalShard
 from megazero.flags.resolve import resolve
 from megazero.log import log_as
 from megazero.run.inputs import open_data
-from megazero.run.resume import find_checkpoint
 from megazero.run.stopping import DeadRun, Wish
 from megazero.run.training_run import TrainingRun
 from tests.helpers.runs import new_run
@@ -66,7 +65,7 @@ def run_of(rank: int, world: int, config: Config) -> TrainingRun:
 
 def quietly(run: TrainingRun) -> Wish | None:
     with contextlib.redirect_stdout(open(os.devnull, "w")):
-        return run.train(find_checkpoint(run.config, run.mesh.host_group))
+        return run.train()
 
 
 def train(rank: int, world: int, config: Config) -> tuple[int, str]:

@@ -14,7 +14,6 @@ import pytest
 from megazero.checkpoint.manifest import read_manifest
 from megazero.engine.options.schema import CheckpointConfig
 from megazero.run.exports import Exports, guard_exports
-from megazero.run.resume import find_checkpoint
 from megazero.run.training_run import TrainingRun
 from tests.helpers.ranks import Ranks
 from tests.parallel.runs import configured, names, run_of, train, write_corpus
@@ -44,14 +43,14 @@ class Writer:
 
 
 def exporting(corpus: str, folder: Path, iterations: int, writer: Writer, **options: object) -> TrainingRun:
-    options |= {"save_hf": str(folder / "exports"), "load": str(folder / "saved")}
+    options = {"save_hf": str(folder / "exports"), "load": str(folder / "saved")} | options
     run = run_of(0, 1, configured(corpus, folder / "saved", iterations, **options))
     run.exports = Exports(run.checkpoints, writer)
     return run
 
 
 def go(run: TrainingRun) -> None:
-    run.train(find_checkpoint(run.config))
+    run.train()
 
 
 def test_each_export_is_of_the_checkpoint_of_its_iteration(corpus: str, tmp_path: Path) -> None:
@@ -77,8 +76,8 @@ def test_a_resume_repeats_the_export_that_was_killed(corpus: str, tmp_path: Path
     assert not inner.exists() and other.exists()
     # a run that goes back replaces the exports of the iterations that it repeats
     (tmp_path / "exports" / "iter_0000004" / "of").write_text("abandoned")
-    back = exporting(corpus, tmp_path, 4, writer, save_hf_interval=2)
-    back.train(tmp_path / "saved" / "iter_0000002")
+    second = str(tmp_path / "saved" / "iter_0000002")
+    exporting(corpus, tmp_path, 4, writer, save_hf_interval=2, load=second).train()
     assert (tmp_path / "exports" / "iter_0000004" / "of").read_text() == "iter_0000004"
 
 
@@ -137,7 +136,7 @@ def on_two(rank: int, corpus: str, folder: Path) -> list[str]:
     options = {"save_hf": str(folder / "exports"), "save_hf_interval": 1, "async_save": True}
     run = run_of(rank, 2, configured(corpus, folder / "saved", 3, tp=2, **options))
     run.exports = Exports(run.checkpoints, writer)
-    run.train(find_checkpoint(run.config, run.mesh.host_group))
+    run.train()
     return writer.written
 
 

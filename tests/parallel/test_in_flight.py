@@ -84,7 +84,8 @@ def test_an_overlap_is_refused_and_named(ranks) -> None:
 
 
 def run_of(rank: int, case: Case, folder: Path, check_buffers: bool = True) -> TrainingRun:
-    config = replace(case.config(), checkpoint=CheckpointConfig(save=str(folder / "saved")))
+    saved = str(folder / "saved")
+    config = replace(case.config(), checkpoint=CheckpointConfig(save=saved, load=saved))
     data = open_datasets([str(folder / "corpus")], "1,0,0", case.model.seq_length, 1, case.model.vocab_size)
     return new_run(config, Mesh.build(case.layout, rank, CPU, check_buffers=check_buffers), data)
 
@@ -103,7 +104,7 @@ def go_on(rank: int, case: Case, folder: Path, late: bool, check_buffers: bool) 
     """The second iteration, from the checkpoint."""
     with late_collectives(checks=False) if late else nullcontext():
         run = run_of(rank, case, folder, check_buffers)
-        _, run.trainer.progress = run.checkpoints.resume(folder / "saved" / "iter_0000001")
+        _, run.trainer.progress = run.loader.resume()
         record = run.trainer.iterate()
         run.trainer.engine.wait()
     return record["loss"], record["grad_norm"]

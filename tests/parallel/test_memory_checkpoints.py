@@ -41,7 +41,6 @@ from megazero.log import log
 from megazero.planner.bytes import estimate
 from megazero.planner.plan_report import summary
 from megazero.planner.run_plan import make_plan, plan_config
-from megazero.run.resume import find_checkpoint
 from megazero.run.training_run import TrainingRun
 from megazero.units import size
 from megazero.world import Node, this_node
@@ -95,7 +94,7 @@ def attempt(rank: int, config: Config, nodes: Sequence[str], until: int, file_li
     options, found = config.checkpoint, Curve()
     with hearing() as said, contextlib.redirect_stdout(open(os.devnull, "w")):
         run = run_of(rank, len(nodes), config)
-        _, run.trainer.progress = run.checkpoints.resume(find_checkpoint(run.config, run.mesh.host_group))
+        _, run.trainer.progress = run.loader.resume()
         while run.trainer.progress.iteration < until:
             record = run.trainer.iterate()
             found.append((record["iteration"], record["loss"]))
@@ -339,8 +338,8 @@ def test_copies_that_fail_leave_the_one_before(tmp_path: Path, monkeypatch: pyte
 
     def save(iteration: int) -> list[int]:
         with contextlib.suppress(AgreedFailure):
-            memory.save(memory.folder, iteration, shards, {"iteration": iteration} | memory.stamp())
-        return [each.iteration for each in memory.find(None, None)[0]]
+            memory.save(iteration, shards, {"iteration": iteration} | memory.stamp())
+        return [each.iteration for each in memory.find(None, {})]
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -528,7 +527,7 @@ def test_too_little_memory_is_announced(runs: Runs, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=159))
     shard = LocalShard((10, 4), (0, 0), (10, 4), 0, 40, torch.zeros(40))
     with hearing() as said:
-        memory.announce({"w": shard}, None)
+        memory.announce({"w": shard})
     assert said[0].startswith("WARNING: checkpoints in memory take at most 320 bytes of node ")
     assert "; 159 bytes are free for them in " in said[0] and "copies will fail" in said[0]
 
@@ -642,7 +641,7 @@ def test_contents_that_no_run_writes_are_passed_over(tmp_path: Path, file: str) 
         return run_of(0, 1, config)
 
     first = start()
-    first.checkpoints.resume(None)
+    first.loader.resume()
     for save in (first.checkpoints.save, lambda progress: first.checkpoints.save_in_memory(progress, wait=True)):
         first.trainer.iterate()
         save(first.trainer.progress)
@@ -658,7 +657,7 @@ def test_contents_that_no_run_writes_are_passed_over(tmp_path: Path, file: str) 
         rewrite(folder, **{"state" if file == "state.json" else "about": forged})
         run = start()
         try:
-            loaded.append(run.checkpoints.resume(find_checkpoint(config))[1].iteration)
+            loaded.append(run.loader.resume()[1].iteration)
         except ValueError as error:  # the run is refused, because it would be another one
             assert type(error) is ValueError and re.match(f"--load {folder}\\b.*(model|split)", str(error)), error
     assert {*loaded} == {1, 2}

@@ -27,7 +27,6 @@ from megazero.observe import stragglers
 from megazero.observe.timeline import Interval
 from megazero.run.checkpoints import Checkpoints
 from megazero.run.replicas import check_replicas
-from megazero.run.resume import find_checkpoint
 from megazero.run.stopping import Clock, DeadRun, Signals, Wish
 from megazero.run.training_run import TrainingRun
 from tests.parallel.runs import MODEL, configured, names, quietly, run_of, train, weights, write_corpus
@@ -135,7 +134,7 @@ def optimizer_after(rank: int, config: Config) -> tuple[float, float, int]:
     """After `resume`: the largest moment, the sum of this rank's weights, the iteration."""
     run = run_of(rank, 2, config)
     with contextlib.redirect_stdout(open(os.devnull, "w")):
-        _, run.trainer.progress = run.checkpoints.resume(find_checkpoint(run.config, run.mesh.host_group))
+        _, run.trainer.progress = run.loader.resume()
     shards = run.trainer.engine.shards()
     moments = max(float(s.data.abs().max()) for n, s in shards.items() if n.startswith("exp_avg") and s.data.numel())
     total = sum(float(s.data.double().sum()) for n, s in shards.items() if n.startswith("model."))
@@ -556,7 +555,7 @@ def test_the_time_of_resumed_runs_is_recorded(
     (tmp_path / "latest").write_text("iter_0000003")
     capfd.readouterr()
     run = run_of(0, 1, config)
-    run.train(find_checkpoint(config, run.mesh.host_group))
+    run.train()
     said, (*_, again, last) = capfd.readouterr().out, records()
     assert again["iteration"] == 4 and again["start_seconds"]["first step"] >= again["step_seconds"]
     assert again["at"] <= first[4]["at"] + again["recovery_seconds"] <= last["at"]

@@ -55,7 +55,7 @@ def test_an_error_of_one_rank_alone_ends_the_run(corpus: str, tmp_path: Path, mo
     def struck(*_: Any) -> None:
         raise RuntimeError("struck")
 
-    monkeypatch.setattr(shared_outcome, "gather", struck)
+    monkeypatch.setattr(shared_outcome, "gather_bytes", struck)
     with pytest.raises(RuntimeError, match="struck"):
         run_of(0, 1, configured(corpus, tmp_path, 3)).checkpoints.save(Progress(1, 4))
 
@@ -75,7 +75,7 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
         return step(iteration, batches, samples)
 
     run.trainer.engine.train_step = moved
-    run.train(None)
+    run.train()
     assert run.trainer.progress.iteration == 3 and names(root) == [1, 3]
     assert weights(tmp_path / "elsewhere").any()
 
@@ -88,13 +88,23 @@ def test_what_cannot_be_deleted_does_not_end_the_run(
     assert f"cannot delete old checkpoints in --save {root}: " in capfd.readouterr().err
 
 
-def test_a_checkpoint_that_another_run_prunes_is_passed_over_at_the_load(corpus: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_another_run_prunes_is_passed_over_at_the_load(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Load the newer checkpoint, because the tensors of the first are gone."""
     quietly(run_of(0, 1, configured(corpus, tmp_path, 2, save_interval=1)))
-    run = run_of(0, 1, configured(corpus, "", 2, load=str(tmp_path)))
-    shutil.rmtree(tmp_path / "iter_0000001")
+    (tmp_path / "latest").write_text("iter_0000001")
+    run, load = run_of(0, 1, configured(corpus, "", 2, load=str(tmp_path))), checkpoint.load
+
+    def late(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.name == "iter_0000001":  # as a run does that keeps the last one
+            shutil.rmtree(path)
+            (tmp_path / "latest").write_text("iter_0000002")
+        load(path, *arguments, **options)
+
+    monkeypatch.setattr(checkpoint, "load", late)
     with contextlib.redirect_stdout(open(os.devnull, "w")):
-        loaded, progress = run.checkpoints.resume(tmp_path / "iter_0000001")
+        loaded, progress = run.loader.resume()
     assert loaded == tmp_path / "iter_0000002" and progress.iteration == 2
 
 
@@ -243,7 +253,7 @@ def test_an_evaluation_alone_ends_when_it_is_asked_to(corpus: str, tmp_path: Pat
 
         run.trainer.engine.evaluate_by_corpus = interrupted
         with contextlib.redirect_stdout(open(os.devnull, "w")):
-            assert run.evaluate(tmp_path / "iter_0000001") == Wish.STOP_SIGUSR1
+            assert run.evaluate() == Wish.STOP_SIGUSR1
     ((_, batches, _),) = run.trainer.evaluator.parts
     assert len(calls) == 1 and batches._pool is None
 

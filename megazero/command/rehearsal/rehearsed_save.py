@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Mapping
 from math import prod
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from megazero.checkpoint.planning import RankPlan, SaveLayout, own_chunks
+from megazero.checkpoint.shared_outcome import message_of, value_of_message
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.owned import rank_parts
@@ -55,15 +55,15 @@ def plan_save(config: Config, layout: Layout, rank: int, shards: Mapping[str, Lo
     """
     start = time.perf_counter()
     mine = RankPlan.of(shards)
-    sent = pickle.dumps(mine)
+    sent = message_of(mine)
     rank_seconds = time.perf_counter() - start
     dtype = next(iter(shards.values())).data.dtype
     plans = [
-        sent if other == rank else pickle.dumps(RankPlan.of(pretended_shards(config, layout, other, dtype)))
+        sent if other == rank else message_of(RankPlan.of(pretended_shards(config, layout, other, dtype)))
         for other in range(layout.world_size)
     ]
     start = time.perf_counter()
-    whole = SaveLayout([pickle.loads(plan) for plan in plans])
+    whole = SaveLayout([value_of_message(plan, RankPlan) for plan in plans])
     coordinator_seconds = time.perf_counter() - start
     start = time.perf_counter()
     chunks = own_chunks(mine, shards, whole.skipped[rank])

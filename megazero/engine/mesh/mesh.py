@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megazero.engine.mesh.collectives import Axis
 from megazero.engine.mesh.groups import GroupMaker
 from megazero.engine.mesh.in_flight import InFlight
+from megazero.engine.mesh.messages import gather_bytes
 from megazero.engine.mesh.peer_errors import peer_errors
 from megazero.engine.plan.layout.topology import AXES, KINDS_OF_TRAFFIC, SUB_AXES, TRAFFIC, Coord, Layout
 
@@ -155,21 +156,8 @@ class Mesh:
 
         All ranks call this and iterate to the end. It is not counted as traffic.
         """
-        if self.host_group is None:
-            yield data
-            return
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
         with self.world.peer_errors("gathering bytes on rank 0"):
-            dist.all_gather(sizes, torch.tensor([len(data)]), group=self.host_group)
-            if self.rank > 0:
-                dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=0, group=self.host_group)
-                return
-        yield data
-        for rank in range(1, self.world.size):
-            arriving = torch.empty(int(sizes[rank]), dtype=torch.uint8)
-            with self.world.peer_errors("gathering bytes on rank 0", rank):
-                dist.recv(arriving, src=rank, group=self.host_group)
-            yield arriving.numpy().tobytes()
+            yield from gather_bytes(data, self.host_group)
 
     def control_sum(self, x: torch.Tensor, *axes: Axis) -> torch.Tensor:
         """Sum a few numbers x [n] over `axes` in place, counted as control traffic; returns x."""

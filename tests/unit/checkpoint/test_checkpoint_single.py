@@ -1,6 +1,7 @@
 """The checkpoint engine in one process: files, refusals, and the state after a crash."""
 
 import errno
+import functools
 import json
 import os
 import pickle
@@ -447,10 +448,11 @@ def test_folder_names() -> None:
 
 def test_a_save_in_the_background_is_of_its_own_copies(tmp_path: Path) -> None:
     """The weights change while they are written; the copies' memory serves every save; attached files are saved."""
-    saver, live = checkpoint.BackgroundSaver(1.0), model(1)
+    save = functools.partial(checkpoint.save, tmp_path, attached={"tokenizer/a.json": b"{}"})
+    saver, live = checkpoint.BackgroundSaver(1.0, save), model(1)
     places = set()
     for iteration in (1, 2):
-        saver.start(tmp_path, iteration, live, {"n": iteration}, {"tokenizer/a.json": b"{}"})
+        saver.start(iteration, live, {"n": iteration})
         for shard in live.values():
             shard.data.add_(1)
         places.add(tuple(buffer.data_ptr() for buffer in saver._buffers.values()))

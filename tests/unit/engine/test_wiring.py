@@ -48,13 +48,14 @@ TRAINING = (
 PARTS = """
     megazero.command.prepare:machine megazero.command.prepare:check_memory
     megazero.command.prepare:open_data megazero.run.inputs:open_datasets megazero.data.corpora:GPTDataset
-    megazero.command.train:find_checkpoint megazero.command.prepare:Clock megazero.command.prepare:check_device
+    megazero.run.checkpoints:find_checkpoint megazero.command.prepare:Clock megazero.command.prepare:check_device
     megazero.command.prepare:resolve megazero.cluster.launch:start megazero.cluster.launch:limit
     megazero.cluster.launch:stop
     megazero.command.train:agree megazero.engine.mesh.mesh:Mesh.build megazero.observe.start_report:screen
     megazero.observe.start_report:details megazero.observe.start_report:hand_out megazero.command.train:Trainer
     megazero.run.trainer:choose_matmul_backend megazero.run.trainer:choose_kernels megazero.run.trainer:Engine
     megazero.run.trainer:Profiler megazero.command.train:Checkpoints megazero.run.trainer:Batches
+    megazero.command.train:CheckpointLoader
     megazero.run.trainer:Evaluator megazero.run.trainer:TextSampler megazero.run.training_run:RunEvents
     megazero.run.training_run:open_writers megazero.run.training_run:check_replicas megazero.run.trainer:peak_flops
     megazero.command.train:Wishes megazero.command.train:TrainingRun
@@ -155,7 +156,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "split_by": "documents",
     },
     "BlendedDataset": {"datasets": Kind("list"), "weights": [3, 1]},
-    "find_checkpoint": {"config": CONFIG, "group": None, "passing_over": None, "memory": True},
+    "find_checkpoint": {"config": CONFIG, "group": None, "passing_over": {}, "memory": True},
     "Clock": {
         "duration_minutes": 90.0,
         "before_minutes": 0.0,
@@ -208,7 +209,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     "Wishes": {"signals": Kind("Signals"), "clock": Kind("Clock"), "stop_file": As("TrainingRun.wishes.stop_file")},
     "TrainingRun": {
         "trainer": Kind("Trainer"),
-        "checkpoints": Kind("Checkpoints"),
+        "loader": Kind("CheckpointLoader"),
         "wishes": Kind("Wishes"),
         "command": Kind("Command"),
         "exports": None,
@@ -225,6 +226,9 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "datasets": As("Trainer.datasets"),
         "tokenizer": As("Trainer.tokenizer"),
         "watchdog": As("Trainer.watchdog"),
+    },
+    "CheckpointLoader": {
+        "saves": As("TrainingRun.loader.saves"),
         "given": As("TrainingRun.command.given"),
         "open_weights": open_weights,
     },

@@ -215,6 +215,20 @@ def nothing_forks(sources: Sources) -> Iterator[str]:
                 yield f"{module}:{node.lineno} {found}"
 
 
+def checkpoints_send_no_objects(sources: Sources) -> Iterator[str]:
+    """Whoever unpickles runs the sender's code: ranks send JSON and tensors, by `engine.mesh.messages`."""
+    for module, tree in sources.items():
+        for node in ast.walk(tree) if module.startswith(("checkpoint", "run.")) else ():
+            names = {alias.name for alias in node.names} if isinstance(node, (ast.Import, ast.ImportFrom)) else set()
+            names |= {getattr(node, "module", None), getattr(node, "attr", None), getattr(node, "id", None)}
+            for name in names & {"pickle", "marshal", "cloudpickle", "dill"} | {n for n in names if _of_objects(n)}:
+                yield f"{module}:{node.lineno} {name}"
+
+
+def _of_objects(name: str | None) -> bool:
+    return bool(name) and name.endswith(("_object", "_object_list"))
+
+
 MOST_BY_POSITION = 4
 
 
@@ -248,6 +262,7 @@ RULES: list[Callable[[Sources], Iterator[str]]] = [
     only_the_stage_names_layers,
     only_the_log_prints,
     nothing_forks,
+    checkpoints_send_no_objects,
     private_names_of_torch_are_in_one_module,
     a_class_name_has_one_meaning,
     a_function_name_has_one_meaning,
@@ -293,6 +308,10 @@ FAULTS = [
     (nothing_forks, "engine.zero.zero", "from torch.utils.data import DataLoader"),
     (nothing_forks, "engine.zero.zero", "import os\nos.fork()"),
     (nothing_forks, "engine.zero.zero", "import multiprocessing"),
+    (checkpoints_send_no_objects, "checkpoint.nodes", "import pickle"),
+    (checkpoints_send_no_objects, "run.relayout", "from pickle import dumps"),
+    (checkpoints_send_no_objects, "checkpoint.nodes", "def f():\n    dist.gather_object(1)"),
+    (checkpoints_send_no_objects, "checkpoint", "from torch.distributed import broadcast_object_list"),
     (private_names_of_torch_are_in_one_module, "engine.zero.zero", "from torch.utils._pytree import tree_map"),
     (private_names_of_torch_are_in_one_module, "engine.zero.zero", "torch.ops.aten._softmax(1)"),
 ]
