@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -36,7 +36,21 @@ from megazero.world import generation
 LAST_SAVE_WAITS = (10.0, 20.0, 30.0, *[60.0] * 9)
 
 # Opens a Hugging Face folder for a model; returns the function that fills a rank's shards.
-OpenWeights = Callable[[Path, ModelConfig], Callable[[Mapping[str, LocalShard]], None]]
+
+
+class OpenedWeights(Protocol):
+    """The weights of a Hugging Face folder."""
+
+    @property
+    def fill(self) -> Callable[[Mapping[str, LocalShard]], None]:
+        """Fills a rank's shards."""
+
+    @property
+    def expert_biases(self) -> dict[str, list[float]]:
+        """See `RunState`."""
+
+
+OpenWeights = Callable[[Path, ModelConfig], OpenedWeights]
 
 
 class Checkpoints:
@@ -327,7 +341,9 @@ class CheckpointLoader:
         """Load the checkpoint `path`, on the disk, or the one `found` in memory."""
         start = time.perf_counter()
         if is_hugging_face(path):
-            self._load_weights(path, {})
+            with self.mesh.world.peer_errors(f"loading {path}"):
+                biases = self._opened(path).expert_biases
+            self._load_weights(path, biases)
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress()
         if found is None:
@@ -372,6 +388,10 @@ class CheckpointLoader:
         self._fill(path, weights, partial=True)
         self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": expert_biases}, weights)
 
+    def _opened(self, path: Path) -> OpenedWeights:
+        assert self.open_weights is not None
+        return self.open_weights(path, self.config.model)
+
     def _shards(self, states: bool) -> dict[str, LocalShard]:
         """Return weights, and `states` of those that train: moments of earlier steps would move a frozen one."""
         frozen, shards = self.config.training.freeze_parameters, self.engine.shards()
@@ -383,9 +403,7 @@ class CheckpointLoader:
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
         with self.mesh.world.peer_errors(f"loading {path}"):
             if is_hugging_face(path):
-                assert self.open_weights is not None
-                model, opened = self.config.model, self.open_weights
-                checkpoint.together(f"loading {path}", self.mesh.host_group, lambda: opened(path, model)(shards))
+                checkpoint.together(f"loading {path}", self.mesh.host_group, lambda: self._opened(path).fill(shards))
             elif found is not None:
                 assert self.memory is not None
                 self.memory.load(found, shards, partial=partial)

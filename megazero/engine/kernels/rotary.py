@@ -23,6 +23,11 @@ LOW_FREQUENCY, HIGH_FREQUENCY = 1.0, 4.0
 SLOW, FAST = 1.0, 32.0
 
 
+def yarn_growth(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's factor of queries and keys whose wavelengths are stretched by `factor`."""
+    return 0.1 * mscale * math.log(factor) + 1
+
+
 @dataclass(frozen=True)
 class Rotary:
     """The angles of a layer. They are fp32 in every precision, as in published checkpoints."""
@@ -33,6 +38,8 @@ class Rotary:
     scaling_type: RopeScaling = "llama3"
     trained_length: int = 8192
     interleaved: bool = False
+    mscale: float = 0.0  # YaRN's; see `ModelConfig`
+    mscale_all_dim: float = 0.0
 
     @classmethod
     def of(cls, model: ModelConfig, number: int) -> Rotary:
@@ -44,12 +51,17 @@ class Rotary:
         if kind == "L" and model.local_rotary_base:
             return cls(dim, model.local_rotary_base, interleaved=interleaved)
         scaling = model.rope_scaling_factor, model.rope_scaling_type, model.rope_trained_length
-        return cls(dim, model.rotary_base, *scaling, interleaved)
+        growth = model.mscale, model.mscale_all_dim
+        return cls(dim, model.rotary_base, *scaling, interleaved, *growth)
 
     @property
     def amplitude(self) -> float:
         """YaRN's factor of cosines and sines, by which attention scores grow with the context."""
-        return 0.1 * math.log(self.scaling) + 1 if self.scaling_type == "yarn" else 1.0
+        if self.scaling_type != "yarn":
+            return 1.0
+        if self.mscale and self.mscale_all_dim:
+            return yarn_growth(self.scaling, self.mscale) / yarn_growth(self.scaling, self.mscale_all_dim)
+        return yarn_growth(self.scaling)
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
         """Radians per position, [d/2]."""

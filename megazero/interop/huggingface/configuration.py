@@ -63,7 +63,7 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
 
 # Models that are refused -> the part that no layer here computes.
 LACKING = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3"), "multi-head latent attention"),
+    **dict.fromkeys(("kimi_k2", "minicpm3"), "multi-head latent attention"),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "state-space layers"),
     **dict.fromkeys(("jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"), "state-space layers"),
     **dict.fromkeys(("bert", "roberta", "modernbert"), "attention to later tokens"),

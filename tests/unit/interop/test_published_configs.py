@@ -89,7 +89,7 @@ def loaded(folder: Path, *flags: object) -> Engine:
     for name, shape in shapes_of(config.model).items():
         size = math.prod(shape)
         shards[name] = LocalShard(shape, (0,) * len(shape), shape, 0, size, torch.zeros(size))
-    open_weights(folder, config.model)({f"model.{name}": shard for name, shard in shards.items()})
+    open_weights(folder, config.model).fill({f"model.{name}": shard for name, shard in shards.items()})
     for weight in (weight for unit in engine.model.units.values() for weight in unit):
         shard = shards[weight.spec.name]
         weight.data[tuple(map(slice, shard.global_shape))] = shard.data.view(shard.global_shape)
