@@ -167,12 +167,6 @@ def _check_latents(config: Config) -> None:
             raise ValueError(f"{as_flag(name, value)} has no effect {condition} --multi-latent-attention; {way_out}")
     if not having:
         return
-    if traits.parallel or traits.biases:
-        others = ", ".join(name for name, each in ARCHITECTURES.items() if not (each.parallel or each.biases))
-        raise ValueError(
-            f"--multi-latent-attention with --architecture {model.architecture}: latent attention has no biases, and "
-            f"comes before the MLP; use one of {others}"
-        )
     if model.v_head_dim > model.head_dim:
         raise ValueError(
             f"--v-head-dim {model.v_head_dim} is more than --qk-head-dim {model.qk_head_dim} + --qk-pos-emb-head-dim "

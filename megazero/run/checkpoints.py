@@ -35,8 +35,6 @@ from megazero.world import generation
 # Seconds before each further attempt of a run's last save: ten minutes in which a user can free space.
 LAST_SAVE_WAITS = (10.0, 20.0, 30.0, *[60.0] * 9)
 
-# Opens a Hugging Face folder for a model; returns the function that fills a rank's shards.
-
 
 class OpenedWeights(Protocol):
     """The weights of a Hugging Face folder."""
@@ -50,6 +48,7 @@ class OpenedWeights(Protocol):
         """See `RunState`."""
 
 
+# Opens a Hugging Face folder for a model.
 OpenWeights = Callable[[Path, ModelConfig], OpenedWeights]
 
 

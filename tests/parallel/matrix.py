@@ -153,7 +153,8 @@ ON_GPU: Factors = {
     "mixture": tuple(MIXTURES),
 }
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
-FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "blocks.2.mlp.*", "blocks.3.norm*")
+# kv* is a weight of keys and values, or those of their latents.
+FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv*", "blocks.2.mlp.*", "blocks.3.norm*")
 FROZEN_ON_GPU = ("token_embedding.*", "blocks.0.*", "blocks.1.mlp.*")  # its models are smaller
 SAMPLES = 2  # of a micro-batch
 MAX_WORLD = 8
@@ -185,7 +186,7 @@ def _options(architecture: str) -> dict[str, Any]:
     return {"architecture": name, "num_query_groups": int(groups.split()[0]) if groups else 0}
 
 
-def _blocked(architecture: str) -> dict[str, Any]:
+def blocked(architecture: str) -> dict[str, Any]:
     """Return sizes with which rows of most matrices are whole blocks of small moments, on any number of ranks."""
     return {"hidden_size": 96} | ({"kv_lora_rank": 32} if architecture.startswith("deepseek") else {"kv_channels": 32})
 
@@ -311,7 +312,7 @@ def case_of(choice: Choice) -> Case:
             num_attention_heads=8 if choice["tp"] == 4 else MODEL.num_attention_heads,
             seq_length=choice["seq_length"],
             **_options(choice["architecture"])
-            | (_blocked(choice["architecture"]) if choice["moments"] != "fp32" else {})
+            | (blocked(choice["architecture"]) if choice["moments"] != "fp32" else {})
             | SCORES[choice["scores"]]
             | EXPERTS.get(choice.get("experts", experts), {})
             | {"moe_expert_capacity_factor": choice.get("capacity", 0.0)}

@@ -13,8 +13,9 @@ ROTARY = (
     *("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads"),
     *("rotary-base", "rotary-percent", "rotary-interleaved", "local-rotary-base"),
     *("rope-scaling-factor", "rope-scaling-type", "rope-trained-length", "mscale", "mscale-all-dim"),
-    *("multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim"),
 )
+# Latent attention has no biases, and comes before the MLP.
+LATENT = ("multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
 
 
 class ArchitectureTraits(NamedTuple):
@@ -56,7 +57,7 @@ def _with(row: ArchitectureTraits, defaults: Mapping[str, Any], **traits: Any) -
     return row._replace(defaults={**row.defaults, **defaults}, **traits)
 
 
-LLAMA = ArchitectureTraits(defaults={"untie-embeddings": True, "norm-epsilon": 1e-6})
+LLAMA = ArchitectureTraits(options=ROTARY + LATENT, defaults={"untie-embeddings": True, "norm-epsilon": 1e-6})
 OLMO2 = _with(LLAMA, {"rotary-base": 5e5, "qk-layernorm": True, "qk-norm-all-heads": True}, norms="after")
 GEMMA = ArchitectureTraits(
     norm="rmsnorm-1p",

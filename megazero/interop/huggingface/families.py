@@ -311,7 +311,12 @@ LATENTS = {
 
 
 def _deepseek(
-    model_type: str, model_class: str, *conversions: Conversion, sigmoid: bool = True, **others: Any
+    model_type: str,
+    model_class: str,
+    *conversions: Conversion,
+    sigmoid: bool = True,
+    ignored: tuple[str, ...] = (),
+    **others: Any,
 ) -> HuggingFaceModel:
     """Return a relative of DeepSeek. sigmoid: scores of experts are sigmoids, with biases that balance the experts."""
     needed: Options = {"multi_latent_attention": True, "rotary_interleaved": True}
@@ -332,7 +337,7 @@ def _deepseek(
         needed=needed,
         required=SILU | required,
         kinds="G",
-        ignored=("num_nextn_predict_layers", "ep_size", "moe_layer_freq", "aux_loss_alpha", "seq_aux"),
+        ignored=("num_nextn_predict_layers", "ep_size", "moe_layer_freq", "aux_loss_alpha", "seq_aux", *ignored),
         expert_bias=bias,
         further_layers=True,
         **others,
@@ -437,6 +442,7 @@ MODELS = {
             "glm4_moe_lite",
             "Glm4MoeLiteForCausalLM",
             *(MLP_LAYER_TYPES, EXPERT_GROUPS, TOPK_PROB),
+            ignored=("first_k_dense_replace",),
             architecture="deepseek-v3",
         ),
         _llama("olmo2", "Olmo2ForCausalLM", ROTARY, **OLMO),

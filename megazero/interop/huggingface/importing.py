@@ -178,11 +178,7 @@ def names_in(files: Source, architecture: HuggingFaceModel, model: ModelConfig) 
     missing = [name for name in names.values() if name not in files.files]
     left = {name for name in files.files.keys() - names.values() if not name.endswith(architecture.buffers)}
     if architecture.further_layers:
-        left = {
-            name
-            for name in left
-            if not (at := re.search(r"\.layers\.(\d+)\.", f".{name}")) or int(at[1]) < model.num_layers
-        }
+        left = {name for name in left if _layer_of(name) < model.num_layers}
     if not missing and not model.untie_embeddings:
         left -= set(architecture.head_names())
         if head := own_head(files, architecture, model):

@@ -171,14 +171,18 @@ def _first_dense(model: ModelConfig) -> Options:
 
 
 def _from_first_dense(config: PreTrainedConfig) -> Options:
-    return _layers_with_experts(["dense"] * config.first_k_dense_replace, config.num_hidden_layers)
+    dense = config.first_k_dense_replace
+    return _layers_with_experts(["dense"] * dense, config.num_hidden_layers, f"first_k_dense_replace {dense}")
 
 
-def _layers_with_experts(kinds: Sequence[str], layers: int) -> Options:
-    """Return the option of layers that are dense or, the rest of them too, sparse."""
+def _layers_with_experts(kinds: Sequence[str], layers: int, said: str) -> Options:
+    """Return the option of layers that are dense or, the rest of them too, sparse, as `said`."""
     letters = "".join("D" if kind == "dense" else "E" for kind in kinds)[:layers].ljust(layers, "E")
     if "E" not in letters:
-        raise ValueError("config.json has no layer with experts, and this version has no such family without them")
+        raise ValueError(
+            f"config.json has num_hidden_layers {layers} and {said}; no layer has experts, and this version computes "
+            "such a model in no family"
+        )
     return {"moe_layer_freq": letters if "D" in letters else "1"}
 
 
@@ -214,7 +218,9 @@ FIRST_DENSE = Conversion(("moe_layer_freq",), _first_dense, _from_first_dense)
 MLP_LAYER_TYPES = Conversion(
     ("moe_layer_freq",),
     lambda model: {"mlp_layer_types": [DENSE_OR_SPARSE[model.has_experts(n)] for n in range(model.num_layers)]},
-    lambda config: _layers_with_experts(config.mlp_layer_types, config.num_hidden_layers),
+    lambda config: _layers_with_experts(
+        config.mlp_layer_types, config.num_hidden_layers, f"mlp_layer_types {config.mlp_layer_types}"
+    ),
 )
 SHARED_EXPERTS = Conversion(("moe_shared_expert_intermediate_size",), _shared_experts, _from_shared_experts)
 EXPERT_GROUPS = Conversion(
