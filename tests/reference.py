@@ -283,7 +283,7 @@ def rotated(model: ModelConfig, kind: str, position: torch.Tensor, x: torch.Tens
         rotary = Rotary(d, model.local_rotary_base)
     elif model.rope_scaling_factor > 1:
         scaling = model.rope_scaling_factor, model.rope_scaling_type, model.rope_trained_length
-        rotary = Rotary(d, model.rotary_base, *scaling)
+        rotary = Rotary(d, model.rotary_base, *scaling, fast=model.beta_fast)
     size = 0.1 * math.log(rotary.scaling) + 1 if rotary.scaling_type == "yarn" else 1.0
     if rotary.scaling_type == "yarn" and model.mscale and model.mscale_all_dim:
         above, below = (0.1 * m * math.log(rotary.scaling) + 1 for m in (model.mscale, model.mscale_all_dim))

@@ -41,6 +41,7 @@ FAMILY = (
     "qk-head-dim",
     "qk-pos-emb-head-dim",
     "v-head-dim",
+    "beta-fast",
     "mscale",
     "mscale-all-dim",
     "norm-epsilon",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -35,21 +35,8 @@ from megazero.world import generation
 # Seconds before each further attempt of a run's last save: ten minutes in which a user can free space.
 LAST_SAVE_WAITS = (10.0, 20.0, 30.0, *[60.0] * 9)
 
-
-class OpenedWeights(Protocol):
-    """The weights of a Hugging Face folder."""
-
-    @property
-    def fill(self) -> Callable[[Mapping[str, LocalShard]], None]:
-        """Fills a rank's shards."""
-
-    @property
-    def expert_biases(self) -> dict[str, list[float]]:
-        """See `RunState`."""
-
-
-# Opens a Hugging Face folder for a model.
-OpenWeights = Callable[[Path, ModelConfig], OpenedWeights]
+# Opens a Hugging Face folder for a model; returns the function that fills shards, and `RunState.expert_biases`.
+OpenWeights = Callable[[Path, ModelConfig], tuple[Callable[[Mapping[str, LocalShard]], None], dict[str, list[float]]]]
 
 
 class Checkpoints:
@@ -341,7 +328,7 @@ class CheckpointLoader:
         start = time.perf_counter()
         if is_hugging_face(path):
             with self.mesh.world.peer_errors(f"loading {path}"):
-                biases = self._opened(path).expert_biases
+                _, biases = self._opened(path)
             self._load_weights(path, biases)
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress()
@@ -387,7 +374,7 @@ class CheckpointLoader:
         self._fill(path, weights, partial=True)
         self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": expert_biases}, weights)
 
-    def _opened(self, path: Path) -> OpenedWeights:
+    def _opened(self, path: Path) -> tuple[Callable[[Mapping[str, LocalShard]], None], dict[str, list[float]]]:
         assert self.open_weights is not None
         return self.open_weights(path, self.config.model)
 
@@ -402,7 +389,7 @@ class CheckpointLoader:
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
         with self.mesh.world.peer_errors(f"loading {path}"):
             if is_hugging_face(path):
-                checkpoint.together(f"loading {path}", self.mesh.host_group, lambda: self._opened(path).fill(shards))
+                checkpoint.together(f"loading {path}", self.mesh.host_group, lambda: self._opened(path)[0](shards))
             elif found is not None:
                 assert self.memory is not None
                 self.memory.load(found, shards, partial=partial)

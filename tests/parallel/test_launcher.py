@@ -26,7 +26,7 @@ def total(rank: int, number: int) -> tuple[int, int]:
 
 
 def fail(rank: int, how: str) -> None:
-    """Rank 1 raises or ends; rank 0 waits for ever, without a group that would tell it of rank 1's end."""
+    """Rank 1 raises or ends; rank 0 waits for ever, outside the group, whose end would reach it."""
     if rank == 1:
         if how == "raises":
             raise ValueError("rank 1 does not want to")

@@ -12,7 +12,7 @@ ActivationName = Literal["gelu", "gelu-tanh", "swiglu", "geglu-tanh"]
 ROTARY = (
     *("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads"),
     *("rotary-base", "rotary-percent", "rotary-interleaved", "local-rotary-base"),
-    *("rope-scaling-factor", "rope-scaling-type", "rope-trained-length", "mscale", "mscale-all-dim"),
+    *("rope-scaling-factor", "rope-scaling-type", "rope-trained-length", "beta-fast", "mscale", "mscale-all-dim"),
 )
 # Latent attention has no biases, and comes before the MLP.
 LATENT = ("multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")

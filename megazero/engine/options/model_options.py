@@ -122,6 +122,9 @@ class ModelConfig:
     heads."""
     v_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads")] = 128
     """--multi-latent-attention: dims of a value, at most as many as of a key."""
+    beta_fast: Annotated[float, Bounds(1, 1e6, "no dim makes more turns in a published context")] = 32.0
+    """--rope-scaling-type yarn: wavelengths that turn more often than this in --rope-trained-length stay; those that
+    turn less than once are stretched."""
     mscale: Annotated[float, Bounds(0, 1000, "scores would overflow")] = 0.0
     """--rope-scaling-type yarn: queries and keys grow by (0.1 M ln(factor) + 1) / (0.1 A ln(factor) + 1) for this M
     and the A of --mscale-all-dim. 0, or A 0: by 0.1 ln(factor) + 1."""

@@ -328,6 +328,7 @@ def _deepseek(
     else:
         needed |= {"moe_router_pre_softmax": True}
         required |= {"scoring_func": ("softmax",), "topk_method": ("greedy",), "norm_topk_prob": (False, None)}
+        required |= dict.fromkeys(("n_group", "topk_group"), (None, 1))
     return _llama(
         model_type,
         model_class,

@@ -201,9 +201,10 @@ def _shared_experts(model: ModelConfig) -> Options:
 
 
 def _from_expert_groups(config: PreTrainedConfig) -> Options:
-    several = (config.n_group or 1) > 1
-    groups = (config.n_group, config.topk_group) if several else (0, 0)
-    return {"moe_router_num_groups": groups[0], "moe_router_group_topk": groups[1]}
+    groups, chosen = config.n_group or 1, config.topk_group or 1
+    if chosen == groups:
+        groups = chosen = 0
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
 
 
 SPARSE_LAYERS = Conversion(("moe_layer_freq",), _sparse_layers, _from_sparse_layers)

@@ -14,8 +14,7 @@ from megazero.engine.plan.layout.regions import Region, intersection
 from megazero.engine.zero.shards import LocalShard
 from megazero.files import read_json_object
 from megazero.flags.flag_names import as_flag
-from megazero.interop.huggingface.configuration import CONFIG
-from megazero.interop.huggingface.families import MODELS
+from megazero.interop.huggingface.configuration import CONFIG, architecture_of
 from megazero.interop.huggingface.importing import Source, check_shapes, names_in, read_biases, read_rows
 
 
@@ -41,7 +40,7 @@ def open_weights(folder: Path, model: ModelConfig) -> OpenedWeights:
         ValueError: the folder holds no safetensors, or not the tensors of `model`.
     """
     flag = f"--load {folder}"
-    architecture = MODELS[read_json_object(folder / CONFIG)["model_type"]]
+    architecture = architecture_of(read_json_object(folder / CONFIG), flag)
     if wrong := architecture.differences(model):
         given = ", ".join(as_flag(name.replace("_", "-"), getattr(model, name)) for name in wrong)
         raise ValueError(f"{flag} is a {architecture.model_type}, which has no {given}; leave it out")

@@ -71,6 +71,7 @@ SHAPES = {
     "olmoe-1b-7b": (64, 16, 2048, 16, 1, 16, 1024),
     "deepseek-v2-16b": (64, 27, 2048, 16, 1, 16, 1024),
     "deepseek-v3-671b": (1024, 61, 7168, 128, 1, 240, 15360),
+    "kimi-k2-1t": (1024, 61, 7168, 64, 1, 256, 16384),
     "granite-2b": (64, 40, 2048, 32, 1, 16, 1024),
     "phi3-mini-3.8b": (64, 32, 3072, 32, 1, 16, 1024),
     "olmo2-7b": (64, 32, 4096, 32, 1, 16, 1024),
@@ -168,6 +169,14 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] 
         | {"moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5}
         | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "q_lora_rank": 1536}
         | {"moe_shared_expert_intermediate_size": 2048, "moe_aux_loss_coeff": 0.0001, "init_method_std": 0.006},
+    ),
+    "kimi-k2-1t": (
+        *("deepseek-v3", 18432, 64, 163840, 4096, 1_026_408_209_408),
+        DEEPSEEK
+        | {"num_experts": 384, "moe_router_topk": 8, "moe_layer_freq": "D" + "E" * 60, "moe_ffn_hidden_size": 2048}
+        | {"moe_router_topk_scaling_factor": 2.827, "moe_router_score_function": "sigmoid", "rotary_base": 5e4}
+        | {"moe_router_enable_expert_bias": True, "q_lora_rank": 1536, "moe_aux_loss_coeff": 0.001}
+        | {"moe_shared_expert_intermediate_size": 2048},
     ),
     "granite-2b": (
         *("granite", 8192, 8, 49152, 4096, 2_533_525_504),
@@ -314,9 +323,12 @@ MIXTURES = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "olmoe-1b-7b")
 @for_each("name", [name for name in SHAPES if name not in (*SMALL, *MIXTURES)])
 def test_the_name_says_the_size(name: str) -> None:
     """Within a twentieth, or rounded down to a whole billion, as some developers do."""
-    said = re.fullmatch(r"[\w.]+(?:-[\w.]+)??-([\d.]+)([mb])(?:-\w+)?", name)
+    said = re.fullmatch(r"[\w.]+(?:-[\w.]+)??-([\d.]+)([mbt])(?:-\w+)?", name)
     assert said
-    size, found = float(said[1]) * {"m": 1e6, "b": 1e9}[said[2]], num_parameters(declare(load(name)[0].model))
+    size, found = (
+        float(said[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[said[2]],
+        num_parameters(declare(load(name)[0].model)),
+    )
     assert found == pytest.approx(size, rel=0.05) or found // 1e9 * 1e9 == size
 
 

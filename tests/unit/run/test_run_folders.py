@@ -272,6 +272,7 @@ def test_options_that_make_another_model() -> None:
             "qk_head_dim": 24,
             "qk_pos_emb_head_dim": 24,
             "v_head_dim": 24,
+            "beta_fast": 16.0,
             "mscale": 0.7,
             "mscale_all_dim": 0.7,
         }

@@ -50,7 +50,7 @@ from megazero.engine.model.layers.norm import Norm, RMSNorm
 from megazero.engine.model.layers.weight import handle_of
 from megazero.engine.options.schema import ModelConfig
 
-LATENT_EPSILON = 1e-6  # of the norms of latents, whatever --norm-epsilon is: as in published models
+LATENT_EPSILON = 1e-6  # of the norms of latents with any --norm-epsilon, as in published models
 
 
 class LatentAttention(Attention):
@@ -87,7 +87,7 @@ class LatentAttention(Attention):
         )
         self.proj = RowLinear(context, n * self.value_dim, h, std=model.residual_std, bias=False)
         self.tables = context.rotary_tables(Rotary.of(model, number), model.seq_length)
-        self.gathers = context.cp.size > 1 and not context.ring and width < 2 * self.num_heads * model.head_dim
+        self.gathers = not context.ring and width < 2 * self.num_heads * model.head_dim
         if self.gathers:
             self.core = replace(self.core, cp=None)
 
@@ -174,7 +174,7 @@ class LatentColumns(NamedTuple):
         return out
 
     def latents(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Tensors, list[int]]:
-        """x [T', h] -> q [b, t, n/tp, d], latents [T, r + d_r]: normed, and rotated; and what backward needs."""
+        """x [T', h] -> q [b, t, n/tp, d], latents [T, r + d_r]: normed, and rotated; and the saved tensors."""
         a = self.attention
         found, kept = self.down.forward(x)
         (query,), more = self.query.forward(x if a.query_norm is None else found[1])

@@ -41,6 +41,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "Gemma 3": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "OLMo 3": OLMO3,
     "DeepSeek": DEEPSEEK,
+    "Kimi K2": DEEPSEEK | {"factor": 32.0, "rope_theta": 5e4, "beta_fast": 1.0},
     "Qwen 2.5": {"type": "yarn", **OLMO3, "rope_theta": 1e6, "factor": 4.0, "attention_factor": None},
     "all of YaRN in one place": OLMO3 | {"rope_theta": 1e12, "original_max_position_embeddings": 10},
     "odd factor": OLMO3 | {"factor": 3.0, "attention_factor": None},
@@ -168,6 +169,11 @@ def test_a_cache_computes_the_same(options: dict[str, Any], monkeypatch: pytest.
             {"rope_scaling_factor": 40.0, "rope_scaling_type": "yarn", "rope_trained_length": 4096, "mscale": 0.7}
             | {"mscale_all_dim": 1.2},
         ),
+        (
+            OLMO3 | {"beta_fast": 16},
+            {"rotary_base": 5e5, "rope_scaling_factor": 8.0, "rope_scaling_type": "yarn", "rope_trained_length": 8192}
+            | {"beta_fast": 16},
+        ),
     ],
 )
 def test_rope_parameters_are_imported_and_exported(given: dict[str, Any], options: dict[str, Any]) -> None:
@@ -203,10 +209,9 @@ def test_a_factor_of_one_is_no_scaling() -> None:
         ({"factor": 8.0}, "has factor 8.0 in rope_parameters of rope_type default; this version does not compute it"),
         ({"partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5; this architecture rotates whole heads"),
         (
-            OLMO3 | {"beta_fast": 16},
-            "has beta_fast 16 in rope_parameters of rope_type yarn; this version computes 32 only",
+            OLMO3 | {"beta_slow": 2.0},
+            "has beta_slow 2.0 in rope_parameters of rope_type yarn; this version computes 1 only",
         ),
-        (OLMO3 | {"beta_slow": 2.0}, "has beta_slow 2.0"),
         (OLMO3 | {"attention_factor": 1.3}, "has attention_factor 1.3 .*; this version computes 1.20794 only"),
         (OLMO3 | {"truncate": False}, "has truncate False"),
         (LLAMA_3 | {"mscale": 0.7}, "has mscale 0.7 .* of rope_type llama3; this version does not compute it"),
