@@ -108,8 +108,8 @@ def test_there_and_back(kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]
             "config.json has factor 0 in rope_parameters; a context is stretched by at least 1",
         ),
         (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 16}},
-            "config.json has beta_fast 16 in rope_parameters of rope_type yarn",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_slow": 2}},
+            "config.json has beta_slow 2 in rope_parameters of rope_type yarn",
         ),
     ],
 )

@@ -188,7 +188,8 @@ def _options(architecture: str) -> dict[str, Any]:
 
 def blocked(architecture: str) -> dict[str, Any]:
     """Return sizes with which rows of most matrices are whole blocks of small moments, on any number of ranks."""
-    return {"hidden_size": 96} | ({"kv_lora_rank": 32} if architecture.startswith("deepseek") else {"kv_channels": 32})
+    latent = {"kv_lora_rank": 32, "qk_head_dim": 26, "v_head_dim": 32}
+    return {"hidden_size": 96} | (latent if architecture.startswith("deepseek") else {"kv_channels": 32})
 
 
 def _ranks(division: str, tp: int) -> int:
