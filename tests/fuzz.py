@@ -29,7 +29,7 @@ from megazero.verify.command import verdict_of
 from megazero.verify.shrink import steps_alone
 from megazero.verify.verification import Verification, Wanted, make_runs
 from tests.helpers.families import FAMILIES
-from tests.parallel.matrix import BLOCKED, EXPERTS, FROZEN_ROTARY, SCORES
+from tests.parallel.matrix import EXPERTS, FROZEN_ROTARY, SCORES, blocked
 
 Values = dict[str, Any]  # flag without dashes -> value
 Options = list[list[Values]]  # levels of each option; a plain one is not listed
@@ -78,8 +78,8 @@ MODEL: Options = [
         {"optimizer": "lion"},
         {"optimizer": "muon"},
         {"optimizer": "muon", "muon-scale": "keller"},
-        {"adam-moments": "bf16"} | named(BLOCKED),
-        {"adam-moments": "int8"} | named(BLOCKED),
+        {"adam-moments": "bf16"} | named(blocked("llama")),
+        {"adam-moments": "int8"} | named(blocked("llama")),
     ],
     levels("clip-grad", 0.0, 0.1),
     levels("weight-decay", 0.0, 0.2),

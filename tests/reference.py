@@ -155,6 +155,32 @@ def grouped_attention(
     return linear(w, "attention.proj", attention(model, turn(q), k, v, drop, seen))
 
 
+def latent_attention(
+    model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop, seen: torch.Tensor, turn: Turn
+) -> torch.Tensor:
+    """DeepSeek's: keys and values of all heads from one latent of a token, and one rotary key."""
+    (b, s, _), n, r, plain = y.shape, model.num_attention_heads, model.kv_lora_rank, model.qk_head_dim
+
+    def normed(name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], w[f"attention.{name}_norm.weight"], 1e-6)
+
+    if model.q_lora_rank:
+        q = linear(w, "attention.query_up", normed("query", linear(w, "attention.query_down", y)))
+    else:
+        q = linear(w, "attention.query", y)
+    q = q.view(b, s, n, -1).transpose(1, 2)
+    latent = linear(w, "attention.kv_down", y)
+    kv = linear(w, "attention.kv_up", normed("kv", latent[..., :r])).view(b, s, n, -1).transpose(1, 2)
+    shared = turn(latent[..., r:].view(b, s, 1, -1).transpose(1, 2)).expand(-1, n, -1, -1)
+    q = torch.cat([q[..., :plain], turn(q[..., plain:])], -1)
+    k = torch.cat([kv[..., :plain], shared], -1)
+    scale = model.attention_scale or q.shape[-1] ** -0.5
+    if model.rope_scaling_type == "yarn" and model.rope_scaling_factor > 1 and model.mscale_all_dim:
+        scale *= (0.1 * model.mscale_all_dim * math.log(model.rope_scaling_factor) + 1) ** 2
+    y = attention(replace(model, attention_scale=scale), q, k, kv[..., plain:], drop, seen)
+    return linear(w, "attention.proj", y)
+
+
 def fused_attention(
     model: ModelConfig, w: Weights, y: torch.Tensor, drop: Drop, seen: torch.Tensor, turn: Turn
 ) -> torch.Tensor:
@@ -183,10 +209,11 @@ def mlp_or_experts(model: ModelConfig, w: Weights, y: torch.Tensor, note: Note) 
     if "mlp.router.weight" not in w:
         return linear(w, "mlp.down", activated(model, linear(w, "mlp.up", y)))
     logits = F.linear(y, w["mlp.router.weight"])
-    probabilities = logits.softmax(-1)
-    best, chosen = probabilities.topk(model.moe_router_topk)
+    scores = logits.sigmoid() if model.moe_router_score_function == "sigmoid" else logits.softmax(-1)
+    best, chosen = within_groups(model, scores).topk(model.moe_router_topk)
     if not model.moe_router_pre_softmax:
         best = best / best.sum(-1, keepdim=True)
+    best = best * model.moe_router_topk_scaling_factor
     kept = passed(model, best, chosen)
     note(Choice(logits, chosen, kept))
     best = best * kept
@@ -199,6 +226,16 @@ def mlp_or_experts(model: ModelConfig, w: Weights, y: torch.Tensor, note: Note) 
         gate = w.get("mlp.shared_gate.weight")
         total = total + (shared if gate is None else F.linear(y, gate).sigmoid() * shared)
     return total
+
+
+def within_groups(model: ModelConfig, scores: torch.Tensor) -> torch.Tensor:
+    """Return scores [b, s, E] with -inf outside the groups whose best two experts have the largest sums."""
+    if not model.moe_router_num_groups:
+        return scores
+    grouped = scores.unflatten(-1, (model.moe_router_num_groups, -1))
+    groups = grouped.topk(2).values.sum(-1).topk(model.moe_router_group_topk).indices
+    seen = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, groups, True)
+    return grouped.masked_fill(~seen[..., None], -torch.inf).flatten(-2)
 
 
 def passed(model: ModelConfig, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -220,6 +257,7 @@ def sequential_block(
     model: ModelConfig, w: Weights, x: torch.Tensor, drop: Drop, seen: torch.Tensor, turn: Turn, note: Note
 ) -> torch.Tensor:
     attend = fused_attention if "attention.qkv.weight" in w else grouped_attention
+    attend = latent_attention if model.multi_latent_attention else attend
     y = norm(model, w, "norm1_after", attend(model, w, norm(model, w, "norm1", x), drop, seen, turn))
     x = x + drop(model.hidden_dropout, "attention", y * model.residual_multiplier)
     y = norm(model, w, "norm2_after", mlp_or_experts(model, w, norm(model, w, "norm2", x), note))
@@ -239,14 +277,17 @@ def rotated(model: ModelConfig, kind: str, position: torch.Tensor, x: torch.Tens
     """x [b, n, s, d], pairs of dims as complex numbers, turned by position [b, s] x frequency. `kind`: L, G or N."""
     if kind == "N":
         return x
-    d = int(x.shape[-1] * model.rotary_percent)
+    d = x.shape[-1] if model.multi_latent_attention else int(x.shape[-1] * model.rotary_percent)
     rotary = Rotary(d, model.rotary_base)
     if kind == "L" and model.local_rotary_base:
         rotary = Rotary(d, model.local_rotary_base)
     elif model.rope_scaling_factor > 1:
         scaling = model.rope_scaling_factor, model.rope_scaling_type, model.rope_trained_length
-        rotary = Rotary(d, model.rotary_base, *scaling)
+        rotary = Rotary(d, model.rotary_base, *scaling, fast=model.beta_fast)
     size = 0.1 * math.log(rotary.scaling) + 1 if rotary.scaling_type == "yarn" else 1.0
+    if rotary.scaling_type == "yarn" and model.mscale and model.mscale_all_dim:
+        above, below = (0.1 * m * math.log(rotary.scaling) + 1 for m in (model.mscale, model.mscale_all_dim))
+        size = above / below
     angles = (position[..., None].float() * rotary.frequencies(x.device))[:, None]
     turn = torch.complex((angles.cos() * size).to(x.dtype), (angles.sin() * size).to(x.dtype))
     part, rest = x[..., :d], x[..., d:]
@@ -317,6 +358,10 @@ NUMBERING = {  # end of a weight's name -> the dims that number its matrices
     "attention.qkv.weight": (1,),
     "attention.query.weight": (),
     "attention.kv.weight": (1,),
+    "attention.query_down.weight": (),
+    "attention.query_up.weight": (),
+    "attention.kv_down.weight": (),
+    "attention.kv_up.weight": (),
     "proj.weight": (),
     "experts.up.weight": (0, 1),
     "experts.down.weight": (0,),

@@ -63,7 +63,7 @@ def test_host_time_of_a_block_next_to_transformers_runs() -> None:
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
     found = {tuple(row[:3]): (row[3], row[4]) for row in rows}
-    assert len(found) == 2 * 4 * 3 and all(float(us.split()[0]) > 0 for us, _ in found.values())
+    assert len(found) == 2 * 4 * 2 and all(float(us.split()[0]) > 0 for us, _ in found.values())
     assert found["gpt2", "forward", "megazero"][1] == "10"
     assert int(found["llama", "both", "transformers"][1]) > int(found["llama", "both", "megazero"][1])
 

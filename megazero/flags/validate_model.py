@@ -42,10 +42,11 @@ def check_model(config: Config) -> None:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     etp = config.parallel.expert_tensor_parallel_size
     heads, hidden = model.num_attention_heads, model.hidden_size
-    if hidden % heads and not model.kv_channels:
+    if hidden % heads and not model.kv_channels and not model.multi_latent_attention:
         fits = min(divisors(hidden), key=lambda n: abs(n - heads))
         raise ValueError(f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {fits} heads")
     _check_architecture(model)
+    _check_latents(config)
     _check_experts(config)
     for flag, size in split_widths(model, etp).items():
         if size % tp:
@@ -149,8 +150,33 @@ def _check_architecture(model: ModelConfig) -> None:
         raise ValueError(
             f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; use one of {sizes}"
         )
-    if "rotary-base" in known:
+    if "rotary-base" in known and not model.multi_latent_attention:
         _check_rotary(model)
+
+
+def _check_latents(config: Config) -> None:
+    """Refuse flags of heads that latent attention has not, and its own flags without it."""
+    model, traits = config.model, config.model.traits
+    known, having = flags(), model.multi_latent_attention
+    of_latents = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+    of_others = ("num-query-groups", "kv-channels", "add-qkv-bias", "qk-layernorm", "rotary-percent")
+    way_out = "drop it" if having else "add --multi-latent-attention, or drop it"
+    for name in of_others if having else of_latents:
+        if (value := value_of(config, name)) not in (known[name].default, traits.defaults.get(name)):
+            condition = "with" if having else "without"
+            raise ValueError(f"{as_flag(name, value)} has no effect {condition} --multi-latent-attention; {way_out}")
+    if not having:
+        return
+    if model.v_head_dim > model.head_dim:
+        raise ValueError(
+            f"--v-head-dim {model.v_head_dim} is more than --qk-head-dim {model.qk_head_dim} + --qk-pos-emb-head-dim "
+            f"{model.qk_pos_emb_head_dim} = {model.head_dim}; use at most {model.head_dim}"
+        )
+    if model.qk_pos_emb_head_dim % 2:
+        raise ValueError(
+            f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim}: dims are rotated in pairs; use an even number, such "
+            f"as {model.qk_pos_emb_head_dim + 1}"
+        )
 
 
 def _check_groups(model: ModelConfig) -> None:

@@ -35,8 +35,8 @@ from megazero.world import generation
 # Seconds before each further attempt of a run's last save: ten minutes in which a user can free space.
 LAST_SAVE_WAITS = (10.0, 20.0, 30.0, *[60.0] * 9)
 
-# Opens a Hugging Face folder for a model; returns the function that fills a rank's shards.
-OpenWeights = Callable[[Path, ModelConfig], Callable[[Mapping[str, LocalShard]], None]]
+# Opens a Hugging Face folder for a model; returns the function that fills shards, and `RunState.expert_biases`.
+OpenWeights = Callable[[Path, ModelConfig], tuple[Callable[[Mapping[str, LocalShard]], None], dict[str, list[float]]]]
 
 
 class Checkpoints:
@@ -327,7 +327,9 @@ class CheckpointLoader:
         """Load the checkpoint `path`, on the disk, or the one `found` in memory."""
         start = time.perf_counter()
         if is_hugging_face(path):
-            self._load_weights(path, {})
+            with self.mesh.world.peer_errors(f"loading {path}"):
+                _, biases = self._opened(path)
+            self._load_weights(path, biases)
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress()
         if found is None:
@@ -372,6 +374,10 @@ class CheckpointLoader:
         self._fill(path, weights, partial=True)
         self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": expert_biases}, weights)
 
+    def _opened(self, path: Path) -> tuple[Callable[[Mapping[str, LocalShard]], None], dict[str, list[float]]]:
+        assert self.open_weights is not None
+        return self.open_weights(path, self.config.model)
+
     def _shards(self, states: bool) -> dict[str, LocalShard]:
         """Return weights, and `states` of those that train: moments of earlier steps would move a frozen one."""
         frozen, shards = self.config.training.freeze_parameters, self.engine.shards()
@@ -383,9 +389,7 @@ class CheckpointLoader:
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
         with self.mesh.world.peer_errors(f"loading {path}"):
             if is_hugging_face(path):
-                assert self.open_weights is not None
-                model, opened = self.config.model, self.open_weights
-                checkpoint.together(f"loading {path}", self.mesh.host_group, lambda: opened(path, model)(shards))
+                checkpoint.together(f"loading {path}", self.mesh.host_group, lambda: self._opened(path)[0](shards))
             elif found is not None:
                 assert self.memory is not None
                 self.memory.load(found, shards, partial=partial)

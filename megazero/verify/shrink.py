@@ -183,6 +183,8 @@ class Model(NamedTuple):
         """Return the width of a head, of which an even number of dims rotates if positions are rotary."""
         model = self.model
         width = min(model.head_dim, (BLOCKED_WIDTH if self.blocked else WIDTH) * self.size)
+        if model.multi_latent_attention:
+            return width
         rotates = "rotary-base" in ARCHITECTURES[model.architecture].options
         while rotates and width < model.head_dim and (rotated := int(width * model.rotary_percent)) % 2 + (rotated < 2):
             width += 1
@@ -214,6 +216,7 @@ class Model(NamedTuple):
             "num-attention-heads": heads,
             "num-query-groups": groups if model.num_query_groups else 0,
             "kv-channels": width if model.kv_channels else 0,
+            **self.latents(width),
             "hidden-size": hidden,
             "ffn-hidden-size": like(model.ffn_hidden_size),
             "moe-ffn-hidden-size": like(model.moe_ffn_hidden_size),
@@ -221,6 +224,22 @@ class Model(NamedTuple):
             "vocab-size": min(vocabulary, few),
             "init-method-std": max(model.init_method_std, min(MOST_STD, model.init_method_std / math.sqrt(shrink))),
             **self.experts(),
+        }
+
+    def latents(self, width: int) -> dict[str, int]:
+        """Return the flags of latent attention with keys of `width` dims; widths keep their order."""
+        model, whole = self.model, self.model.head_dim
+        if not model.multi_latent_attention:
+            return {}
+        turned = max(2, 2 * round(width * model.qk_pos_emb_head_dim / whole / 2))
+        value = width if model.v_head_dim == whole else max(1, round(width * model.v_head_dim / whole))
+        unit = BLOCKED_WIDTH if self.blocked else WIDTH
+        return {
+            "qk-pos-emb-head-dim": turned,
+            "qk-head-dim": width - turned,
+            "v-head-dim": value,
+            "kv-lora-rank": min(model.kv_lora_rank, 2 * unit * self.size),
+            "q-lora-rank": min(model.q_lora_rank, 3 * unit * self.size),
         }
 
     def experts(self) -> dict[str, int]:

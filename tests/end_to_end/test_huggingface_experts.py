@@ -117,7 +117,7 @@ def test_a_rank_reads_the_tensors_of_its_own_experts(
     """Its shard begins within expert 3, in one half of the experts' width, and ends with expert 4."""
     folder = saved("qwen3_moe", apart)
     model = read_config(folder).model
-    fill, read = open_weights(folder, model), []
+    fill, read = open_weights(folder, model).fill, []
     original = importing.Source.read
     monkeypatch.setattr(importing.Source, "read", lambda *args: (read.append((args[1], *args[2:])), original(*args))[1])
     shape, data = (2, 2, 14, 24), torch.zeros(2 * 14 * 24 + 5)

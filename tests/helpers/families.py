@@ -13,6 +13,8 @@ OLMO = {"qk_layernorm": True, "qk_norm_all_heads": True, "num_query_groups": 2, 
 EXPERTS = {"num_query_groups": 2, "num_experts": 6, "moe_router_topk": 3, "moe_ffn_hidden_size": 28}
 EXPERTS |= {"moe_layer_freq": "EDE"}
 GEMMA = {"num_query_groups": 2, "kv_channels": 14, "attention_scale": 1 / 3}
+LATENT = {"multi_latent_attention": True, "q_lora_rank": 28, "kv_lora_rank": 20, "qk_head_dim": 10}
+LATENT |= {"qk_pos_emb_head_dim": 6, "v_head_dim": 12, "rotary_interleaved": True, "untie_embeddings": True}
 LOCAL = {"window_size": 4, "layer_pattern": "LLG"}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -33,6 +35,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"window_size": 6, "layer_pattern": "GL", "moe_router_pre_softmax": True},
     "qwen3-moe": EXPERTS | NORMED | {"window_size": 6, "rotary_base": 5e3},
     "olmoe": OLMO | {"num_experts": 6, "moe_router_topk": 3, "moe_router_pre_softmax": True},
+    "deepseek-v2": LATENT
+    | {"q_lora_rank": 0, "v_head_dim": 16, "moe_router_pre_softmax": True}
+    | {"num_experts": 6, "moe_router_topk": 3, "moe_ffn_hidden_size": 28, "moe_layer_freq": "DEEE"}
+    | {"moe_shared_expert_intermediate_size": 56, "moe_router_topk_scaling_factor": 0.8},
+    "deepseek-v3": LATENT
+    | {"rope_scaling_type": "yarn", "mscale": 0.7, "mscale_all_dim": 1.2, **SCALED}
+    | {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 28, "moe_layer_freq": "DEEE"}
+    | {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 28}
+    | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    | {"moe_router_topk_scaling_factor": 1.5, "moe_router_bias_update_rate": 0.0},
     "phi3": {"num_query_groups": 2, "window_size": 7, "rotary_percent": 0.5, "untie_embeddings": True},
     "smollm3": {"num_query_groups": 2, "layer_pattern": "GGN"},
     "granite": {
@@ -58,6 +70,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"num_query_groups": 2, "window_size": 5, "rotary_base": 5e3},
     "gptj": {"rotary_percent": 0.5, "rotary_interleaved": True, "untie_embeddings": True},
 }
+
+
+def dense(name: str) -> dict[str, Any]:
+    """Return the options of a family without experts."""
+    return {option: v for option, v in FAMILIES[name].items() if option != "num_experts" and "moe_" not in option}
 
 
 def family(name: str, model: ModelConfig) -> ModelConfig:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 from megazero.engine.model.block import BLOCK_CLASSES, ParallelBlock, SequentialBlock
 from megazero.engine.model.layers.layer import Layer
 from megazero.engine.options.architectures import ARCHITECTURES as TRAITS
-from megazero.engine.options.architectures import ArchitectureTraits
+from megazero.engine.options.architectures import ROTARY, ArchitectureTraits
 from megazero.engine.options.schema import Config
 from megazero.flags.cli import parse
 from megazero.flags.flag_names import flags
@@ -20,9 +20,9 @@ from tests.parallel.test_kinds import WIDE, AlternatingBlock
 LLAMA = TRAITS["llama"]
 ROWS = {
     **TRAITS,
-    "after": LLAMA._replace(norms="after", biases=("qkv", "proj", "mlp", "logits")),
+    "after": LLAMA._replace(norms="after", biases=("qkv", "proj", "mlp", "logits"), options=ROTARY),
     "around": LLAMA._replace(norms="around", norm="rmsnorm-1p", activation="geglu-tanh", root_embedding=True),
-    "two norms": LLAMA._replace(parallel=2, norm="layernorm", biases=("qkv", "proj", "mlp")),
+    "two norms": LLAMA._replace(parallel=2, norm="layernorm", biases=("qkv", "proj", "mlp"), options=ROTARY),
     "fused": TRAITS["gpt2"]._replace(norms="after", norm="rmsnorm", biases=()),
     **dict.fromkeys(WIDE, LLAMA),
 }

@@ -14,13 +14,13 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from megazero.engine.plan.schedule.schedules import SCHEDULES
-from tests.helpers.families import FAMILIES
+from tests.helpers.families import dense
 from tests.parallel.cases import MODEL, RESETS, Case
 
 Choice = dict[str, Any]  # factor -> level
 
 # Families that have, together, every part and option of a family; tests/parallel/test_families.py has all families.
-COMBINED = ("qwen3", "olmo3", "gemma2", "gpt-neox")
+COMBINED = ("qwen3", "olmo3", "gemma2", "gpt-neox", "deepseek-v3")
 Factors = dict[str, tuple[Any, ...]]  # factor -> levels, the plainest first
 
 LAYOUT: Factors = dict.fromkeys(("pp", "dp", "cp", "tp"), (1, 2, 3, 4))
@@ -79,7 +79,7 @@ NUMBERS: Factors = {
     "optimizer": ("adamw", *ON_HOST),
     "micro_batches": (1, 3),
     "reduce_bucket_size": (40_000_000, 5000),
-    "architecture": ("gpt2", "llama, 2 groups"),
+    "architecture": ("gpt2", "llama, 2 groups", "deepseek-v3"),
     "reset": ("", "documents"),
     "short": (0, 2),  # less of a batch would have more rounding
 }
@@ -116,7 +116,7 @@ WITH_EXPERTS: Factors = {
         for name in ("reduce_bucket_size", "overlap_comm", "recompute", "pa", "host", "sp", "loss_chunk")
     },
     **{name: FACTORS[name] for name in ("dropout", "frozen", "seq_length", "reset", "short")},
-    "architecture": ("llama, 2 groups", "qwen3", "gemma2"),
+    "architecture": ("llama, 2 groups", "qwen3", "gemma2", "deepseek-v3"),
     "optimizer": ("adamw", "muon", *ON_HOST),
     "moments": ("fp32", "int8"),
     "targets": ("most", "last", "uneven"),
@@ -153,9 +153,9 @@ ON_GPU: Factors = {
     "mixture": tuple(MIXTURES),
 }
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
-FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv.*", "blocks.2.mlp.*", "blocks.3.norm*")
+# kv* is a weight of keys and values, or those of their latents.
+FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv*", "blocks.2.mlp.*", "blocks.3.norm*")
 FROZEN_ON_GPU = ("token_embedding.*", "blocks.0.*", "blocks.1.mlp.*")  # its models are smaller
-BLOCKED = {"hidden_size": 96, "kv_channels": 32}  # rows of most matrices are whole blocks, on any number of ranks
 SAMPLES = 2  # of a micro-batch
 MAX_WORLD = 8
 BEGINNINGS, TRIES = 6, 12  # of the search for a case: pairs that it begins from, layouts that it tries
@@ -182,8 +182,14 @@ def _options(architecture: str) -> dict[str, Any]:
     """Return the options of the model of a level."""
     name, _, groups = architecture.partition(", ")
     if architecture in COMBINED:
-        return {"architecture": name} | FAMILIES[name]
+        return {"architecture": name} | dense(name)
     return {"architecture": name, "num_query_groups": int(groups.split()[0]) if groups else 0}
+
+
+def blocked(architecture: str) -> dict[str, Any]:
+    """Return sizes with which rows of most matrices are whole blocks of small moments, on any number of ranks."""
+    latent = {"kv_lora_rank": 32, "qk_head_dim": 26, "v_head_dim": 32}
+    return {"hidden_size": 96} | (latent if architecture.startswith("deepseek") else {"kv_channels": 32})
 
 
 def _ranks(division: str, tp: int) -> int:
@@ -306,8 +312,8 @@ def case_of(choice: Choice) -> Case:
             num_layers=layers,
             num_attention_heads=8 if choice["tp"] == 4 else MODEL.num_attention_heads,
             seq_length=choice["seq_length"],
-            **(BLOCKED if choice["moments"] != "fp32" else {})
-            | _options(choice["architecture"])
+            **_options(choice["architecture"])
+            | (blocked(choice["architecture"]) if choice["moments"] != "fp32" else {})
             | SCORES[choice["scores"]]
             | EXPERTS.get(choice.get("experts", experts), {})
             | {"moe_expert_capacity_factor": choice.get("capacity", 0.0)}

@@ -19,8 +19,12 @@ from megazero.engine.options.model_options import ModelConfig, RopeScaling
 # Llama 3.1's scaling: frequencies with fewer than LOW_FREQUENCY turns in the trained length are divided by the factor,
 # those with more than HIGH_FREQUENCY turns stay.
 LOW_FREQUENCY, HIGH_FREQUENCY = 1.0, 4.0
-# YaRN's: the dims with fewer than SLOW turns are divided, those with more than FAST turns stay.
-SLOW, FAST = 1.0, 32.0
+SLOW = 1.0  # YaRN's: dims with fewer turns are divided, those with more than `Rotary.fast` stay
+
+
+def yarn_growth(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's factor of queries and keys whose wavelengths are stretched by `factor`."""
+    return 0.1 * mscale * math.log(factor) + 1
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,9 @@ class Rotary:
     scaling_type: RopeScaling = "llama3"
     trained_length: int = 8192
     interleaved: bool = False
+    mscale: float = 0.0  # YaRN's; see `ModelConfig`
+    mscale_all_dim: float = 0.0
+    fast: float = 32.0  # YaRN's; see SLOW
 
     @classmethod
     def of(cls, model: ModelConfig, number: int) -> Rotary:
@@ -44,12 +51,17 @@ class Rotary:
         if kind == "L" and model.local_rotary_base:
             return cls(dim, model.local_rotary_base, interleaved=interleaved)
         scaling = model.rope_scaling_factor, model.rope_scaling_type, model.rope_trained_length
-        return cls(dim, model.rotary_base, *scaling, interleaved)
+        growth = model.mscale, model.mscale_all_dim
+        return cls(dim, model.rotary_base, *scaling, interleaved, *growth, fast=model.beta_fast)
 
     @property
     def amplitude(self) -> float:
         """YaRN's factor of cosines and sines, by which attention scores grow with the context."""
-        return 0.1 * math.log(self.scaling) + 1 if self.scaling_type == "yarn" else 1.0
+        if self.scaling_type != "yarn":
+            return 1.0
+        if self.mscale and self.mscale_all_dim:
+            return yarn_growth(self.scaling, self.mscale) / yarn_growth(self.scaling, self.mscale_all_dim)
+        return yarn_growth(self.scaling)
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
         """Radians per position, [d/2]."""
@@ -67,7 +79,7 @@ class Rotary:
         if self.scaling_type == "llama3":
             turns = self.trained_length / (2 * math.pi / frequencies)
             return ((turns - LOW_FREQUENCY) / (HIGH_FREQUENCY - LOW_FREQUENCY)).clamp(0, 1)
-        first, last = max(math.floor(self._dim_of(FAST)), 0), min(math.ceil(self._dim_of(SLOW)), self.dim - 1)
+        first, last = max(math.floor(self._dim_of(self.fast)), 0), min(math.ceil(self._dim_of(SLOW)), self.dim - 1)
         dims = torch.arange(self.dim // 2, dtype=torch.float32, device=frequencies.device)
         return 1 - ((dims - first) / max(last - first, 0.001)).clamp(0, 1)
 

@@ -10,6 +10,7 @@ import torch
 from megazero.engine.model.experts.experts import Experts
 from megazero.engine.model.layers.attention import Attention, FusedAttention, GroupedAttention
 from megazero.engine.model.layers.context import Context, MicroBatchInfo
+from megazero.engine.model.layers.latent_attention import LatentAttention
 from megazero.engine.model.layers.layer import Layer
 from megazero.engine.model.layers.linear import Call, Residual, Unsplit, normed_columns, rows_onto
 from megazero.engine.model.layers.mlp import MLP
@@ -20,6 +21,8 @@ from megazero.engine.options.schema import ModelConfig
 
 def attention_of(model: ModelConfig, number: int, context: Context) -> Attention:
     """Return the attention of a block."""
+    if model.multi_latent_attention:
+        return LatentAttention(model, number, context)
     if model.traits.fused_qkv:
         return FusedAttention(model, number, context)
     return GroupedAttention(model, number, context, NORMS[model.traits.norm])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from megazero.engine.kernels.rotary import yarn_growth
 from megazero.engine.model.documents import Documents
 from megazero.engine.options.schema import ModelConfig
 
@@ -24,7 +25,12 @@ class Scores(NamedTuple):
     def of(cls, model: ModelConfig, number: int) -> Scores:
         """Return the options of layer `number`. A window of all of a sample is none."""
         local = model.attention_kind(number) == "L" and model.window_size < model.seq_length
-        return cls(model.window_size if local else 0, model.attention_softcap, model.attention_scale)
+        scale = model.attention_scale
+        if model.multi_latent_attention:
+            grown = model.rope_scaling_type == "yarn" and model.mscale_all_dim > 0
+            growth = yarn_growth(model.rope_scaling_factor, model.mscale_all_dim) if grown else 1.0
+            scale = (scale or model.head_dim**-0.5) * growth**2
+        return cls(model.window_size if local else 0, model.attention_softcap, scale)
 
     @classmethod
     def windows(cls, model: ModelConfig) -> tuple[int, ...]:

@@ -12,8 +12,10 @@ ActivationName = Literal["gelu", "gelu-tanh", "swiglu", "geglu-tanh"]
 ROTARY = (
     *("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads"),
     *("rotary-base", "rotary-percent", "rotary-interleaved", "local-rotary-base"),
-    *("rope-scaling-factor", "rope-scaling-type", "rope-trained-length"),
+    *("rope-scaling-factor", "rope-scaling-type", "rope-trained-length", "beta-fast", "mscale", "mscale-all-dim"),
 )
+# Latent attention has no biases, and comes before the MLP.
+LATENT = ("multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
 
 
 class ArchitectureTraits(NamedTuple):
@@ -55,7 +57,7 @@ def _with(row: ArchitectureTraits, defaults: Mapping[str, Any], **traits: Any) -
     return row._replace(defaults={**row.defaults, **defaults}, **traits)
 
 
-LLAMA = ArchitectureTraits(defaults={"untie-embeddings": True, "norm-epsilon": 1e-6})
+LLAMA = ArchitectureTraits(options=ROTARY + LATENT, defaults={"untie-embeddings": True, "norm-epsilon": 1e-6})
 OLMO2 = _with(LLAMA, {"rotary-base": 5e5, "qk-layernorm": True, "qk-norm-all-heads": True}, norms="after")
 GEMMA = ArchitectureTraits(
     norm="rmsnorm-1p",
@@ -64,6 +66,8 @@ GEMMA = ArchitectureTraits(
     root_embedding=True,
     defaults={"norm-epsilon": 1e-6, "kv-channels": 256},
 )
+DEEPSEEK = _with(LLAMA, {"multi-latent-attention": True, "rotary-interleaved": True})
+SIGMOID = {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True}
 GPTJ = ArchitectureTraits(norm="layernorm", parallel=1, activation="gelu-tanh", biases=("mlp",))
 ARCHITECTURES = {
     "gpt2": ArchitectureTraits(
@@ -90,6 +94,8 @@ ARCHITECTURES = {
         {"norm-epsilon": 1e-5, "qk-layernorm": True, "qk-norm-all-heads": True, "num-experts": 64}
         | {"moe-router-topk": 8, "moe-router-pre-softmax": True},
     ),
+    "deepseek-v2": _with(DEEPSEEK, {"moe-router-pre-softmax": True}),
+    "deepseek-v3": _with(DEEPSEEK, SIGMOID),
     "phi3": _with(LLAMA, {"norm-epsilon": 1e-5}),
     "smollm3": _with(LLAMA, {"rotary-base": 5e6, "layer-pattern": "GGGN", "untie-embeddings": False}),
     "granite": _with(LLAMA, {"norm-epsilon": 1e-5, "untie-embeddings": False}),

@@ -107,6 +107,29 @@ class ModelConfig:
     qk_norm_all_heads: bool = False
     """The norms of --qk-layernorm are over all heads of a token: one RMSNorm of its queries and one of its keys, as in
     OLMo 2. Not for gpt2."""
+    multi_latent_attention: bool = False
+    """Latent attention, as in DeepSeek-V3: keys and values of a token are projections of a latent of --kv-lora-rank
+    elements, which all heads share, and of a rotary key. Not for gpt2."""
+    q_lora_rank: Annotated[int, Bounds(0, 2**20, "no published model is as wide")] = 0
+    """--multi-latent-attention: width of the latent from which queries are projected. 0: they have none, as in
+    DeepSeek-V2-Lite."""
+    kv_lora_rank: Annotated[int, Bounds(1, 2**20, "no published model is as wide")] = 512
+    """--multi-latent-attention: width of the latent of keys and values."""
+    qk_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads")] = 128
+    """--multi-latent-attention: dims of a query and a key without positions."""
+    qk_pos_emb_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads")] = 64
+    """--multi-latent-attention: rotary dims of a query and a key, after the others. Those of a key are one for all
+    heads."""
+    v_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads")] = 128
+    """--multi-latent-attention: dims of a value, at most as many as of a key."""
+    beta_fast: Annotated[float, Bounds(1, 1e6, "no dim makes more turns in a published context")] = 32.0
+    """--rope-scaling-type yarn: wavelengths that turn more often than this in --rope-trained-length stay; those that
+    turn less than once are stretched."""
+    mscale: Annotated[float, Bounds(0, 1000, "scores would overflow")] = 0.0
+    """--rope-scaling-type yarn: queries and keys grow by (0.1 M ln(factor) + 1) / (0.1 A ln(factor) + 1) for this M
+    and the A of --mscale-all-dim. 0, or A 0: by 0.1 ln(factor) + 1."""
+    mscale_all_dim: Annotated[float, Bounds(0, 1000, "scores would overflow")] = 0.0
+    """See --mscale. With --multi-latent-attention, scores grow by (0.1 A ln(factor) + 1)^2, as in DeepSeek-V3."""
     norm_epsilon: Annotated[float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
     """Added to the variance in a norm. Most families with RMSNorm have 1e-6."""
     embedding_multiplier: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
@@ -199,8 +222,15 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head."""
+        """Width of a query and a key of an attention head."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value of an attention head."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_dim
 
     @property
     def max_positions(self) -> int:
@@ -210,6 +240,8 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Dims of an attention head that are rotated, rounded as transformers does."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
 
     @property

@@ -61,14 +61,16 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
 }
 
+# Types of published files that transformers does not know -> the one that it computes for them.
+SAME_TYPE = {"kimi_k2": "deepseek_v3"}
 # Models that are refused -> the part that no layer here computes.
 LACKING = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3"), "multi-head latent attention"),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "state-space layers"),
     **dict.fromkeys(("jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"), "state-space layers"),
     **dict.fromkeys(("bert", "roberta", "modernbert"), "attention to later tokens"),
     **dict.fromkeys(("t5", "mt5", "bart"), "an encoder"),
     **dict.fromkeys(("bloom", "mpt"), "ALiBi positions"),
+    "minicpm3": "LongRoPE positions",
     **dict.fromkeys(("qwen3_next", "rwkv"), "linear attention"),
     **{"gpt_oss": "attention sinks", "llama4_text": "attention in chunks"},
 }
@@ -121,12 +123,9 @@ def read_config(path: Path, flag: str = "--from hf") -> ReadConfig:
         keys = read_json_object(file)
     except OSError as error:
         raise ValueError(f"{where}: {explain(error)}") from None
-    model_type = str(keys.get("model_type"))
-    if model_type not in MODELS:
-        raise ValueError(f"{where}: {_unknown(model_type, keys)}")
-    architecture, classes = MODELS[model_type], load_optional("transformers", where).CONFIG_MAPPING
+    architecture, classes = architecture_of(keys, where), load_optional("transformers", where).CONFIG_MAPPING
     try:
-        model = _converted(architecture, classes[model_type], keys)
+        model = _converted(architecture, classes[architecture.model_type], keys)
     except Exception as error:  # transformers' checks raise classes of several libraries
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{where}: {reason}") from (None if isinstance(error, ValueError) else error)
@@ -134,6 +133,15 @@ def read_config(path: Path, flag: str = "--from hf") -> ReadConfig:
     notes = [f"{file} has {key} {_shown(keys[key])}; transformers' {architecture.model_class} ignores it, and so does "
              "this version" for key in ignored]  # fmt: skip
     return ReadConfig(architecture, model, notes)
+
+
+def architecture_of(keys: Mapping[str, Any], where: str) -> HuggingFaceModel:
+    """Return the architecture that a config.json names. ValueError if there is none."""
+    model_type = str(keys.get("model_type"))
+    model_type = SAME_TYPE.get(model_type, model_type)
+    if model_type not in MODELS:
+        raise ValueError(f"{where}: {_unknown(model_type, keys)}")
+    return MODELS[model_type]
 
 
 def _unknown(model_type: str, keys: Mapping[str, Any]) -> str:

@@ -52,7 +52,9 @@ def plan_shards(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> lis
             shards.append(Shard([], [], 0))
         rows, before, num_bytes = shards.pop()
         shards.append(Shard([*rows, row], before + announced, num_bytes + size))
-    return shards
+    biases = [(name, torch.float32, torch.Size([model.num_experts])) for name in family.bias_names(model).values()]
+    rows, before, num_bytes = shards.pop()
+    return [*shards, Shard(rows, before + biases, num_bytes + 4 * model.num_experts * len(biases))]
 
 
 def export(
@@ -86,7 +88,8 @@ def export(
     with new_folder(output) as folder:
         same = tokenizer is None or write_tokenizer(tokenizer, folder)
         _write_config(model, folder, dtype, special_ids(tokenizer, folder) if tokenizer is not None else {})
-        _write_weights(TensorReader(path), model, shards, folder=folder, dtype=dtype, advance=advance)
+        biases = [torch.tensor(state.expert_biases[str(number)]) for number in family_of(model).bias_names(model)]
+        _write_weights(TensorReader(path), model, shards, biases, folder=folder, dtype=dtype, advance=advance)
     return same
 
 
@@ -107,10 +110,12 @@ def _write_weights(
     reader: TensorReader,
     model: ModelConfig,
     shards: list[Shard],
+    biases: list[torch.Tensor],
     folder: Path,
     dtype: str,
     advance: Callable[[int], None],
 ) -> None:
+    """Write the files of an export; `biases` of experts are at the end of the last one."""
     names = [WEIGHTS]
     if len(shards) > 1:
         names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
@@ -123,6 +128,8 @@ def _write_weights(
             for _, rows in itertools.groupby(shard.rows, key=lambda row: row.ours):
                 for part in _parts(reader, list(rows), model, dtype=dtype, advance=advance):
                     file.append(part)
+            for bias in biases if shard is shards[-1] else ():
+                file.append([bias])
 
 
 def _parts(

@@ -31,16 +31,22 @@ from megazero.interop.huggingface.model_types import (
 from megazero.interop.huggingface.rope_scaling import LOCAL_ROTARY, PARTIAL_ROTARY, ROTARY
 from megazero.interop.huggingface.weight_conversions import (
     ATTENTION_MULTIPLIER,
+    EXPERT_GROUPS,
+    FIRST_DENSE,
     GEMMA2_SOFTCAP,
     GEMMA_SCORES,
     GPT,
     GPT_DROPOUT,
     HEAD_DIM,
+    LATENT_HEADS,
+    MLP_LAYER_TYPES,
+    NO_PREDICTIONS,
     NO_ROPE_LAYERS,
     ONE_WIDTH,
     PHI3,
     QWEN_WINDOWS,
     ROTARY_DIM,
+    SHARED_EXPERTS,
     SPARSE_LAYERS,
     STARCODER2_DROPOUT,
     SWITCHED_WINDOW,
@@ -218,6 +224,22 @@ SHARED_EXPERT: Names = {
     "mlp.shared.down.weight": (SAME, "mlp.shared_expert.down_proj.weight"),
     "mlp.shared_gate.weight": (SAME, "mlp.shared_expert_gate.weight"),
 }
+SHARED_EXPERTS_LAYERS: Names = {
+    "mlp.shared.up.weight": (STACKED, "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    "mlp.shared.down.weight": (SAME, "mlp.shared_experts.down_proj.weight"),
+}
+LATENT_ATTENTION: Names = {
+    **_same(
+        attention__query_down__weight="self_attn.q_a_proj.weight",
+        attention__query_norm__weight="self_attn.q_a_layernorm.weight",
+        attention__kv_down__weight="self_attn.kv_a_proj_with_mqa.weight",
+        attention__kv_norm__weight="self_attn.kv_a_layernorm.weight",
+        attention__proj__weight="self_attn.o_proj.weight",
+    ),
+    "attention.query.weight": (HEADS, "self_attn.q_proj.weight"),
+    "attention.query_up.weight": (HEADS, "self_attn.q_b_proj.weight"),
+    "attention.kv_up.weight": (HEADS, "self_attn.kv_b_proj.weight"),
+}
 PHI3_LAYERS: Names = {
     ("attention.query.weight", "attention.kv.weight"): (QKV_ROWS, "self_attn.qkv_proj.weight"),
     "attention.proj.weight": (SAME, "self_attn.o_proj.weight"),
@@ -242,13 +264,14 @@ def _llama(
     needed: Options | None = None,
     required: dict[str, tuple[Any, ...]] = SILU,
     kinds: str = "GL",
-    ignored: tuple[str, ...] = (),
+    **others: Any,
 ) -> HuggingFaceModel:
     """Return a relative of Llama.
 
     Args:
         layers: names of the tensors in blocks.
         options: besides Llama's; see `HuggingFaceModel`.
+        others: further fields of it.
     """
     return HuggingFaceModel(
         model_type=model_type,
@@ -262,7 +285,7 @@ def _llama(
         needed=needed or {},
         kinds=kinds,
         buffers=(".rotary_emb.inv_freq",),
-        ignored=ignored,
+        **others,
     )
 
 
@@ -275,6 +298,51 @@ OLMO: Options = {
 
 ROUTED = {"num_experts": "num_experts", "moe_router_topk": "num_experts_per_tok"}
 ROUTED_AND_DENSE = ROUTED | {"moe_ffn_hidden_size": "moe_intermediate_size"}
+LATENTS = {
+    "num_experts": "n_routed_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+
+
+def _deepseek(
+    model_type: str,
+    model_class: str,
+    *conversions: Conversion,
+    sigmoid: bool = True,
+    ignored: tuple[str, ...] = (),
+    **others: Any,
+) -> HuggingFaceModel:
+    """Return a relative of DeepSeek. sigmoid: scores of experts are sigmoids, with biases that balance the experts."""
+    needed: Options = {"multi_latent_attention": True, "rotary_interleaved": True}
+    required: dict[str, tuple[Any, ...]] = {"rope_interleave": (True,)}
+    bias = "model.layers.{}.mlp.gate.e_score_correction_bias" if sigmoid else ""
+    if sigmoid:
+        needed |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+        required |= {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+    else:
+        needed |= {"moe_router_pre_softmax": True}
+        required |= {"scoring_func": ("softmax",), "topk_method": ("greedy",), "norm_topk_prob": (False, None)}
+        required |= dict.fromkeys(("n_group", "topk_group"), (None, 1))
+    return _llama(
+        model_type,
+        model_class,
+        *(ROTARY, LATENT_HEADS, SHARED_EXPERTS, *conversions),
+        layers=BEFORE | LATENT_ATTENTION | GATED_MLP | EXPERTS | SHARED_EXPERTS_LAYERS,
+        options=LATENTS,
+        needed=needed,
+        required=SILU | required,
+        kinds="G",
+        ignored=("num_nextn_predict_layers", "ep_size", "moe_layer_freq", "aux_loss_alpha", "seq_aux", *ignored),
+        expert_bias=bias,
+        further_layers=True,
+        **others,
+    )
 
 
 # -- GPT-NeoX, as Pythia
@@ -357,6 +425,26 @@ MODELS = {
             layers=BEFORE | ATTENTION | EXPERTS,
             options=ROUTED,
             needed={"qk_layernorm": True, "qk_norm_all_heads": True},
+        ),
+        _deepseek(
+            "deepseek_v3",
+            "DeepseekV3ForCausalLM",
+            *(FIRST_DENSE, EXPERT_GROUPS, TOPK_PROB, NO_PREDICTIONS),
+            architecture="deepseek-v3",
+        ),
+        _deepseek(
+            "deepseek_v2",
+            "DeepseekV2ForCausalLM",
+            FIRST_DENSE,
+            sigmoid=False,
+            architecture="deepseek-v2",
+        ),
+        _deepseek(
+            "glm4_moe_lite",
+            "Glm4MoeLiteForCausalLM",
+            *(MLP_LAYER_TYPES, EXPERT_GROUPS, TOPK_PROB),
+            ignored=("first_k_dense_replace",),
+            architecture="deepseek-v3",
         ),
         _llama("olmo2", "Olmo2ForCausalLM", ROTARY, **OLMO),
         _llama("olmo3", "Olmo3ForCausalLM", LOCAL_ROTARY, WINDOWS, **OLMO),

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
@@ -140,7 +141,8 @@ def import_model(source: Path, output: Path, advance: Callable[[int], None] = la
         write_atomically(folder / "config.toml", to_toml(config, flags).encode())
         tensors = _tensors(architecture, model, files, names=names, advance=advance)
         saved, attached = attached_tokenizer(tokenizer)
-        write_checkpoint(folder, 0, shapes, tensors=tensors, state=_state(config, saved).to_json(), attached=attached)
+        state = replace(_state(config, saved), expert_biases=read_biases(files, architecture, model, names))
+        write_checkpoint(folder, 0, shapes, tensors=tensors, state=state.to_json(), attached=attached)
     return tokenizer is not None
 
 
@@ -172,9 +174,11 @@ def names_in(files: Source, architecture: HuggingFaceModel, model: ModelConfig) 
     prefix = "" if first in files.files else architecture.prefix  # saved as the base model alone
     held = {prefix + name for name in files.files}
     wanted = (theirs for name in shapes for row in architecture.names(name, model, held) for theirs in row.theirs)
-    names = {name: name.removeprefix(prefix) for name in wanted}
+    names = {name: name.removeprefix(prefix) for name in (*wanted, *architecture.bias_names(model).values())}
     missing = [name for name in names.values() if name not in files.files]
     left = {name for name in files.files.keys() - names.values() if not name.endswith(architecture.buffers)}
+    if architecture.further_layers:
+        left = {name for name in left if _layer_of(name) < model.num_layers}
     if not missing and not model.untie_embeddings:
         left -= set(architecture.head_names())
         if head := own_head(files, architecture, model):
@@ -188,6 +192,29 @@ def names_in(files: Source, architecture: HuggingFaceModel, model: ModelConfig) 
             f"unknown {_some(sorted(left))}"
         )
     return names
+
+
+def _layer_of(name: str) -> int:
+    """Return the number of the layer of one of their tensors; -1 outside layers."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
+def read_biases(
+    files: Source, architecture: HuggingFaceModel, model: ModelConfig, names: dict[str, str]
+) -> dict[str, list[float]]:
+    """Return the biases of experts in the files by number of the layer, as `RunState` has them.
+
+    Raises:
+        ValueError: they are not finite, or not one for each expert.
+    """
+    found = {}
+    for number, name in architecture.bias_names(model).items():
+        values = files.read(names[name]).double()
+        if values.shape != (model.num_experts,) or not bool(values.isfinite().all()):
+            raise ValueError(f"{files.where}: {name} is not {model.num_experts} finite numbers, one for each expert")
+        found[str(number)] = values.tolist()
+    return found
 
 
 def own_head(files: Source, architecture: HuggingFaceModel, model: ModelConfig) -> str:

@@ -28,7 +28,7 @@ RESOLVED = {"ffn_hidden_size": "ffn_size", "num_query_groups": "query_groups", "
 RESOLVED |= {"seq_length": "max_positions"}
 # Fields that change no result of a trained model.
 OF_TRAINING = {"architecture", "hidden_dropout", "attention_dropout", "init_method_std", "max_position_embeddings"}
-OF_TRAINING |= {"moe_aux_loss_coeff", "moe_z_loss_coeff"}
+OF_TRAINING |= {"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"}
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _canonical_experts(model: ModelConfig) -> Options:
 def canonical(model: ModelConfig) -> ModelConfig:
     """Return the model with defaults for widths and groups that are the usual ones, and for experts without effect."""
     usual = model.hidden_size // model.num_attention_heads
-    heads = 0 if model.head_dim == usual else model.head_dim
+    heads = 0 if model.head_dim == usual or model.multi_latent_attention else model.head_dim
     positions = 0 if model.max_positions == model.seq_length else model.max_positions
     groups = model.query_groups % model.num_attention_heads
     model = replace(model, kv_channels=heads, num_query_groups=groups, max_position_embeddings=positions)
@@ -193,6 +193,8 @@ class HuggingFaceModel:
         kinds: letters of --layer-pattern that its layers can have.
         buffers: ends of names in old files that are not weights.
         ignored: fields of their configuration that their model does not use.
+        expert_bias: name of the biases of a router, by which it balances experts; empty: it has none.
+        further_layers: files may hold layers after the last one, which transformers ignores.
     """
 
     model_type: str
@@ -207,6 +209,12 @@ class HuggingFaceModel:
     kinds: str = "G"
     buffers: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    expert_bias: str = ""
+    further_layers: bool = False
+
+    def bias_names(self, model: ModelConfig) -> dict[int, str]:
+        """Return the names of their routers' biases by number of the layer."""
+        return {number: self.expert_bias.format(number) for number in model.expert_layers if self.expert_bias}
 
     def names(self, ours: str, model: ModelConfig, held: Container[str] = ()) -> list[TensorNames]:
         """Return the rows of one of our tensors, of its block: one, or one for each expert.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megazero.engine.kernels.rotary import FAST, HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, Rotary
+from megazero.engine.kernels.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, Rotary
 from megazero.engine.options.schema import ModelConfig
 from megazero.interop.huggingface.model_types import Conversion, Options
 
@@ -20,11 +20,13 @@ class Scaling(NamedTuple):
 
 FACTOR = {"factor": "rope_scaling_factor"}
 LENGTH = {"original_max_position_embeddings": "rope_trained_length"}
+GROWTH = {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
+YARN = GROWTH | {"beta_fast": "beta_fast"}
 SCALINGS = {  # by rope_type
     "default": Scaling({}),
     "linear": Scaling(FACTOR),
     "llama3": Scaling(FACTOR | LENGTH, {"low_freq_factor": LOW_FREQUENCY, "high_freq_factor": HIGH_FREQUENCY}),
-    "yarn": Scaling(FACTOR | LENGTH, {"beta_fast": FAST, "beta_slow": SLOW, "truncate": True}),
+    "yarn": Scaling(FACTOR | LENGTH | YARN, {"beta_slow": SLOW, "truncate": True}),
 }
 
 
@@ -38,6 +40,7 @@ def rope_parameters(model: ModelConfig, partial: bool = False, by_kind: bool = F
     part: Options = {"partial_rotary_factor": model.rotary_percent} if partial else {}
     kind = "default" if model.rope_scaling_factor == 1 else model.rope_scaling_type
     scaling = {theirs: getattr(model, ours) for theirs, ours in SCALINGS[kind].options.items()}
+    scaling = {theirs: value for theirs, value in scaling.items() if value or theirs not in GROWTH}
     every = part | {"rope_type": kind, "rope_theta": model.rotary_base, **scaling, **SCALINGS[kind].fixed}
     if not by_kind:
         return every
@@ -83,7 +86,8 @@ def _options(given: Mapping[str, Any], partial: bool) -> Options:
     if not factor >= 1:
         raise ValueError(f"config.json has factor {factor:g} in rope_parameters; a context is stretched by at least 1")
     if kind == "yarn":
-        fixed = {**fixed, "attention_factor": Rotary(0, 1.0, factor, "yarn").amplitude}
+        growth = {name: scaling[name] for name in GROWTH if name in scaling}
+        fixed = {**fixed, "attention_factor": Rotary(0, 1.0, factor, "yarn", **growth).amplitude}
     for key, value in rope.items():
         if key not in fixed or not math.isclose(float(value), fixed[key], rel_tol=1e-9):
             can = f"computes {fixed[key]:g} only" if key in fixed else "does not compute it"
@@ -97,7 +101,7 @@ def _rotary(*further: str) -> Conversion:
     """Return the conversion of rotary positions. further: the options of ours that not all of their classes have."""
     partial, by_kind = "rotary_percent" in further, "local_rotary_base" in further
     return Conversion(
-        ("rotary_base", "rope_scaling_factor", "rope_scaling_type", "rope_trained_length", *further),
+        ("rotary_base", "rope_scaling_factor", "rope_scaling_type", "rope_trained_length", *YARN, *further),
         lambda model: {"rope_parameters": rope_parameters(model, partial, by_kind)},
         lambda config: rotary_options(config.rope_parameters, partial),
     )

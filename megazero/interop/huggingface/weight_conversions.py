@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megazero.engine.options.schema import ModelConfig
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
+DENSE_OR_SPARSE = ("dense", "sparse")
 
 
 # -- Windows and kinds of layers
@@ -86,6 +88,16 @@ def _head_dim(config: PreTrainedConfig) -> Options:
     return {"kv_channels": 0 if found == usual else found}
 
 
+def _from_latent_heads(config: PreTrainedConfig) -> Options:
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    if keys != heads:
+        raise ValueError(
+            f"config.json has num_key_value_heads {keys} and num_attention_heads {heads}; each head of this version's "
+            "latent attention has keys of its own"
+        )
+    return {"q_lora_rank": config.q_lora_rank or 0, "num_query_groups": 0}
+
+
 def _gemma_scores(model: ModelConfig) -> Options:
     scalar = round(model.attention_scale**-2) if model.attention_scale else model.head_dim
     if model.attention_scale and not math.isclose(scalar**-0.5, model.attention_scale):
@@ -112,6 +124,9 @@ def _from_attention_multiplier(config: PreTrainedConfig) -> Options:
     return {"attention_scale": 0.0 if usual else float(config.attention_multiplier)}
 
 
+LATENT_HEADS = Conversion(  # theirs have None for the width of a latent of queries that is missing
+    ("q_lora_rank",), lambda model: {"q_lora_rank": model.q_lora_rank or None}, _from_latent_heads
+)
 HEAD_DIM = Conversion(("kv_channels",), lambda model: {"head_dim": model.head_dim}, _head_dim)
 GEMMA_SCORES = Conversion(("attention_scale", "final_softcap"), _gemma_scores, _from_gemma_scores)
 GEMMA2_SOFTCAP = Conversion(
@@ -146,6 +161,52 @@ def _sparse_layers(model: ModelConfig) -> Options:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
+def _first_dense(model: ModelConfig) -> Options:
+    dense = next((n for n in range(model.num_layers) if model.has_experts(n)), model.num_layers)
+    if not all(map(model.has_experts, range(dense, model.num_layers))):
+        raise ValueError(
+            f"--moe-layer-freq {model.moe_layer_freq}: DeepSeek's dense layers are the first ones, as in DDE"
+        )
+    return {"first_k_dense_replace": dense}
+
+
+def _from_first_dense(config: PreTrainedConfig) -> Options:
+    dense = config.first_k_dense_replace
+    return _layers_with_experts(["dense"] * dense, config.num_hidden_layers, f"first_k_dense_replace {dense}")
+
+
+def _layers_with_experts(kinds: Sequence[str], layers: int, said: str) -> Options:
+    """Return the option of layers that are dense or, the rest of them too, sparse, as `said`."""
+    letters = "".join("D" if kind == "dense" else "E" for kind in kinds)[:layers].ljust(layers, "E")
+    if "E" not in letters:
+        raise ValueError(
+            f"config.json has num_hidden_layers {layers} and {said}; no layer has experts, and this version computes "
+            "such a model in no family"
+        )
+    return {"moe_layer_freq": letters if "D" in letters else "1"}
+
+
+def _from_shared_experts(config: PreTrainedConfig) -> Options:
+    return {"moe_shared_expert_intermediate_size": (config.n_shared_experts or 0) * config.moe_intermediate_size}
+
+
+def _shared_experts(model: ModelConfig) -> Options:
+    width, each = model.moe_shared_expert_intermediate_size, model.expert_size
+    if not width or width % each:
+        raise ValueError(
+            f"--moe-shared-expert-intermediate-size {width}: DeepSeek's shared experts are as wide as a number of "
+            f"experts; use {max(1, round(width / each)) * each}"
+        )
+    return {"n_shared_experts": width // each}
+
+
+def _from_expert_groups(config: PreTrainedConfig) -> Options:
+    groups, chosen = config.n_group or 1, config.topk_group or 1
+    if chosen == groups:
+        groups = chosen = 0
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
+
+
 SPARSE_LAYERS = Conversion(("moe_layer_freq",), _sparse_layers, _from_sparse_layers)
 # The factor of their balance loss, router_aux_loss_coef, is not converted: theirs is of all layers and samples
 # together, ours of each, so that no factor makes them equal. An import has none, and an export the class's default.
@@ -154,6 +215,22 @@ TOPK_PROB = Conversion(
     lambda model: {"norm_topk_prob": not model.moe_router_pre_softmax},
     lambda config: {"moe_router_pre_softmax": not config.norm_topk_prob},
 )
+FIRST_DENSE = Conversion(("moe_layer_freq",), _first_dense, _from_first_dense)
+MLP_LAYER_TYPES = Conversion(
+    ("moe_layer_freq",),
+    lambda model: {"mlp_layer_types": [DENSE_OR_SPARSE[model.has_experts(n)] for n in range(model.num_layers)]},
+    lambda config: _layers_with_experts(
+        config.mlp_layer_types, config.num_hidden_layers, f"mlp_layer_types {config.mlp_layer_types}"
+    ),
+)
+SHARED_EXPERTS = Conversion(("moe_shared_expert_intermediate_size",), _shared_experts, _from_shared_experts)
+EXPERT_GROUPS = Conversion(
+    ("moe_router_num_groups", "moe_router_group_topk"),
+    lambda model: {"n_group": model.moe_router_num_groups or 1, "topk_group": model.moe_router_group_topk or 1},
+    _from_expert_groups,
+)
+# Layers that predict later tokens, which an export has not.
+NO_PREDICTIONS = Conversion((), lambda model: {"num_nextn_predict_layers": 0}, lambda config: {})
 ONE_WIDTH = Conversion((), lambda model: {"intermediate_size": model.expert_size}, lambda config: {})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -13,24 +14,33 @@ from megazero.engine.plan.layout.regions import Region, intersection
 from megazero.engine.zero.shards import LocalShard
 from megazero.files import read_json_object
 from megazero.flags.flag_names import as_flag
-from megazero.interop.huggingface.configuration import CONFIG
-from megazero.interop.huggingface.families import MODELS
-from megazero.interop.huggingface.importing import Source, check_shapes, names_in, read_rows
-
-Fill = Callable[[Mapping[str, LocalShard]], None]
+from megazero.interop.huggingface.configuration import CONFIG, architecture_of
+from megazero.interop.huggingface.importing import Source, check_shapes, names_in, read_biases, read_rows
 
 
-def open_weights(folder: Path, model: ModelConfig) -> Fill:
-    """Return a function that fills a rank's shards of `model` from the safetensors of `folder`, a tensor at a time.
+class OpenedWeights(NamedTuple):
+    """The weights of a Hugging Face folder.
+
+    Attributes:
+        fill: fills a rank's shards, a tensor at a time. ValueError for a file that cannot be read, and for values that
+            are not finite.
+        expert_biases: by number of the layer; see `RunState`.
+    """
+
+    fill: Callable[[Mapping[str, LocalShard]], None]
+    expert_biases: dict[str, list[float]]
+
+
+def open_weights(folder: Path, model: ModelConfig) -> OpenedWeights:
+    """Open the safetensors of `folder` as weights of `model`.
 
     The files are mapped: a rank reads the pages of its own shards, and of tensors that are joined from several.
 
     Raises:
-        ValueError: the folder holds no safetensors, or not the tensors of `model`. The function raises it for a file
-            that cannot be read, and for values that are not finite.
+        ValueError: the folder holds no safetensors, or not the tensors of `model`.
     """
     flag = f"--load {folder}"
-    architecture = MODELS[read_json_object(folder / CONFIG)["model_type"]]
+    architecture = architecture_of(read_json_object(folder / CONFIG), flag)
     if wrong := architecture.differences(model):
         given = ", ".join(as_flag(name.replace("_", "-"), getattr(model, name)) for name in wrong)
         raise ValueError(f"{flag} is a {architecture.model_type}, which has no {given}; leave it out")
@@ -53,7 +63,7 @@ def open_weights(folder: Path, model: ModelConfig) -> Fill:
             if not all(math.isfinite(float(end)) for end in torch.aminmax(shard.data)):
                 raise ValueError(f"{flag}: {name} holds values that are not finite")
 
-    return fill
+    return OpenedWeights(fill, read_biases(files, architecture, model, names))
 
 
 def _within(part: Region, region: Region) -> tuple[slice, ...]:

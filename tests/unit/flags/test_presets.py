@@ -69,6 +69,9 @@ SHAPES = {
     "qwen1.5-moe-a2.7b": (64, 24, 2048, 16, 1, 16, 1024),
     "qwen3-30b-a3b": (64, 48, 2048, 32, 1, 16, 1024),
     "olmoe-1b-7b": (64, 16, 2048, 16, 1, 16, 1024),
+    "deepseek-v2-16b": (64, 27, 2048, 16, 1, 16, 1024),
+    "deepseek-v3-671b": (1024, 61, 7168, 128, 1, 240, 15360),
+    "kimi-k2-1t": (1024, 61, 7168, 64, 1, 256, 16384),
     "granite-2b": (64, 40, 2048, 32, 1, 16, 1024),
     "phi3-mini-3.8b": (64, 32, 3072, 32, 1, 16, 1024),
     "olmo2-7b": (64, 32, 4096, 32, 1, 16, 1024),
@@ -87,6 +90,7 @@ QWEN3 = TIED | {"rotary_base": 1e6, "qk_layernorm": True}
 OLMO = UNTIED | {"rotary_base": 5e5, "qk_layernorm": True, "qk_norm_all_heads": True}
 OLMO3 = {"window_size": 4096, "layer_pattern": "LLLG", "local_rotary_base": 5e5}
 GEMMA = TIED | {"kv_channels": 256}
+DEEPSEEK = UNTIED | {"multi_latent_attention": True, "rotary_interleaved": True}
 NEOX = {"untie_embeddings": True, "rotary_percent": 0.25}
 # preset -> (architecture, width of the MLP, query groups, vocabulary, sequence, weights, options that have not GPT-2's
 # defaults). The weights of those that are published, as transformers counts them.
@@ -151,6 +155,28 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] 
     "starcoder2-3b": (
         *("starcoder2", 12288, 2, 49152, 16384, 3_030_371_328),
         {"rotary_base": 999999.4420358813, "window_size": 4096, "init_method_std": 0.018042},
+    ),
+    "deepseek-v2-16b": (
+        *("deepseek-v2", 10944, 16, 102400, 4096, 15_706_484_224),
+        DEEPSEEK
+        | {"num_experts": 64, "moe_router_topk": 6, "moe_router_pre_softmax": True, "moe_layer_freq": "D" + "E" * 26}
+        | {"moe_ffn_hidden_size": 1408, "moe_shared_expert_intermediate_size": 2816, "moe_aux_loss_coeff": 0.001},
+    ),
+    "deepseek-v3-671b": (
+        *("deepseek-v3", 18432, 128, 129280, 4096, 671_026_404_352),
+        DEEPSEEK
+        | {"num_experts": 256, "moe_router_topk": 8, "moe_layer_freq": "DDD" + "E" * 58, "moe_ffn_hidden_size": 2048}
+        | {"moe_router_num_groups": 8, "moe_router_group_topk": 4, "moe_router_topk_scaling_factor": 2.5}
+        | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "q_lora_rank": 1536}
+        | {"moe_shared_expert_intermediate_size": 2048, "moe_aux_loss_coeff": 0.0001, "init_method_std": 0.006},
+    ),
+    "kimi-k2-1t": (
+        *("deepseek-v3", 18432, 64, 163840, 4096, 1_026_408_209_408),
+        DEEPSEEK
+        | {"num_experts": 384, "moe_router_topk": 8, "moe_layer_freq": "D" + "E" * 60, "moe_ffn_hidden_size": 2048}
+        | {"moe_router_topk_scaling_factor": 2.827, "moe_router_score_function": "sigmoid", "rotary_base": 5e4}
+        | {"moe_router_enable_expert_bias": True, "q_lora_rank": 1536, "moe_aux_loss_coeff": 0.001}
+        | {"moe_shared_expert_intermediate_size": 2048},
     ),
     "granite-2b": (
         *("granite", 8192, 8, 49152, 4096, 2_533_525_504),
@@ -297,9 +323,12 @@ MIXTURES = ("mixtral-8x7b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "olmoe-1b-7b")
 @for_each("name", [name for name in SHAPES if name not in (*SMALL, *MIXTURES)])
 def test_the_name_says_the_size(name: str) -> None:
     """Within a twentieth, or rounded down to a whole billion, as some developers do."""
-    said = re.fullmatch(r"[\w.]+(?:-[\w.]+)??-([\d.]+)([mb])(?:-\w+)?", name)
+    said = re.fullmatch(r"[\w.]+(?:-[\w.]+)??-([\d.]+)([mbt])(?:-\w+)?", name)
     assert said
-    size, found = float(said[1]) * {"m": 1e6, "b": 1e9}[said[2]], num_parameters(declare(load(name)[0].model))
+    size, found = (
+        float(said[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[said[2]],
+        num_parameters(declare(load(name)[0].model)),
+    )
     assert found == pytest.approx(size, rel=0.05) or found // 1e9 * 1e9 == size
 
 

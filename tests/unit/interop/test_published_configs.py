@@ -19,6 +19,7 @@ from megazero.engine.step.engine import Engine
 from megazero.engine.zero.shards import LocalShard
 from megazero.flags.cli import read
 from megazero.flags.resolve import resolve
+from megazero.interop.huggingface.configuration import SAME_TYPE
 from megazero.interop.huggingface.export import plan_shards, shapes_of
 from megazero.interop.huggingface.families import MODELS, family_of
 from megazero.interop.huggingface.importing import import_model
@@ -39,7 +40,14 @@ SMALL = {  # sizes of a small copy, under each name that a file can have. Its ot
     **dict.fromkeys(("num_experts", "num_local_experts"), 6),
     **{"vocab_size": VOCAB, "num_experts_per_tok": 3, "intermediate_size": 44, "moe_intermediate_size": 28},
     **{"shared_expert_intermediate_size": 20, "head_dim": 16, "query_pre_attn_scalar": 16, "rotary_dim": 8},
-    **{"sliding_window": 6, "original_max_position_embeddings": 8, "sliding_window_pattern": 3, "max_window_layers": 4},
+    **{"n_routed_experts": 16, "kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6},
+    **{
+        "v_head_dim": 12,
+        "sliding_window": 6,
+        "original_max_position_embeddings": 8,
+        "sliding_window_pattern": 3,
+        "max_window_layers": 4,
+    },
 }
 
 
@@ -58,11 +66,17 @@ def write(folder: Path, keys: dict[str, Any]) -> Path:
     return folder
 
 
+def as_theirs(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys with a model_type that transformers knows."""
+    return keys | {"model_type": SAME_TYPE.get(keys["model_type"], keys["model_type"])}
+
+
 def weights_of(folder: Path) -> None:
     """Write random weights for a folder's config.json, and leave that as it is."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     text = (folder / "config.json").read_text()
+    write(folder, as_theirs(json.loads(text)))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     with torch.no_grad():
@@ -76,8 +90,12 @@ def logits_of_theirs(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     options = {"local_files_only": True, "dtype": torch.float32, "attn_implementation": "eager"}
+    text = (folder / "config.json").read_text()
+    write(folder, as_theirs(json.loads(text)))
     with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()(ids).logits
+        logits = AutoModelForCausalLM.from_pretrained(folder, **options).eval()(ids).logits
+    (folder / "config.json").write_text(text)
+    return logits
 
 
 def loaded(folder: Path, *flags: object) -> Engine:
@@ -89,7 +107,7 @@ def loaded(folder: Path, *flags: object) -> Engine:
     for name, shape in shapes_of(config.model).items():
         size = math.prod(shape)
         shards[name] = LocalShard(shape, (0,) * len(shape), shape, 0, size, torch.zeros(size))
-    open_weights(folder, config.model)({f"model.{name}": shard for name, shard in shards.items()})
+    open_weights(folder, config.model).fill({f"model.{name}": shard for name, shard in shards.items()})
     for weight in (weight for unit in engine.model.units.values() for weight in unit):
         shard = shards[weight.spec.name]
         weight.data[tuple(map(slice, shard.global_shape))] = shard.data.view(shard.global_shape)
@@ -109,7 +127,9 @@ def test_published_files_are_the_models_of_transformers(tmp_path: Path) -> None:
 
     An export has the copy's context, and the tensors of save_pretrained.
     """
-    assert {keys["model_type"] for keys in PUBLISHED.values()} == MODELS.keys() - {"ministral"}  # see mistral
+    assert {as_theirs(keys)["model_type"] for keys in PUBLISHED.values()} == MODELS.keys() - {
+        "ministral"
+    }  # see mistral
     ids = torch.randint(0, VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(1))
     faults = []
     for number, (name, keys) in enumerate(PUBLISHED.items()):

@@ -203,9 +203,16 @@ def test_options_that_make_another_model() -> None:
             | {"moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size"}
             | {"moe_shared_expert_gate"},
         ),
+        (
+            "deepseek-v2",
+            {"num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "untie_embeddings", "q_lora_rank"}
+            | {"kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"},
+        ),
     ):
         model = ModelConfig(2, 64, 96, 4, 16, 100, architecture=architecture, untie_embeddings=architecture != "gpt2")
-        if architecture != "gpt2":
+        if architecture == "deepseek-v2":
+            model = replace(model, multi_latent_attention=True)
+        elif architecture != "gpt2":
             model = replace(model, num_query_groups=2)
         if architecture == "mixtral":
             model = replace(model, num_experts=4, moe_layer_freq="2", moe_shared_expert_intermediate_size=24)
@@ -259,6 +266,15 @@ def test_options_that_make_another_model() -> None:
             "moe_aux_loss_coeff": 0.1,
             "moe_z_loss_coeff": 0.1,
             "moe_expert_capacity_factor": 1.5,
+            "multi_latent_attention": not model.multi_latent_attention,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 24,
+            "qk_head_dim": 24,
+            "qk_pos_emb_head_dim": 24,
+            "v_head_dim": 24,
+            "beta_fast": 16.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.7,
         }
         assert changes.keys() == {field.name for field in fields(ModelConfig)}
         refused = set()
@@ -270,11 +286,12 @@ def test_options_that_make_another_model() -> None:
                 refused.add(name)
         wanted |= {
             "num_attention_heads",
-            "kv_channels",
+            "multi_latent_attention",
             "architecture",
             "num_experts",
         }  # heads: shapes of queries, keys and values
-        wanted |= {"add_qkv_bias", "qk_layernorm"} if architecture != "gpt2" else set()
+        wanted |= {"kv_channels"} if architecture != "deepseek-v2" else set()
+        wanted |= {"add_qkv_bias", "qk_layernorm"} if architecture in ("llama", "mixtral") else set()
         assert refused == wanted, architecture
 
 

@@ -128,6 +128,36 @@ class RingKeys(AllKeys):
         return dk[:, :, tokens], dv[:, :, tokens]
 
 
+@dataclass(frozen=True)
+class GatheredTokens:
+    """The latents of keys and values: one all-gather of those of all tokens, and in backward one reduce-scatter.
+
+    Shapes: c elements of a token's latent.
+    """
+
+    axis: Axis
+    dealt: DealtTokens
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [b t, c] of this rank's tokens -> [b s, c] of whole samples."""
+        b, t = self.dealt.indices.shape
+        part = x.new_zeros(b, self.dealt.most, x.shape[1])
+        part[:, :t] = x.view(b, t, -1)
+        whole = x.new_empty(self.axis.size * b * self.dealt.most, x.shape[1])
+        self.axis.all_gather(part.flatten(0, 1), whole)
+        return whole.index_select(0, self.dealt.rows)
+
+    def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's summands [b s, c], in fp32 at least -> the sums over ranks of its tokens [b t, c]."""
+        b, t = self.dealt.indices.shape
+        buffer = gradient.new_zeros(self.axis.size * b * self.dealt.most, gradient.shape[1])
+        buffer.index_copy_(0, self.dealt.rows, gradient)
+        own = gradient.new_empty(b, self.dealt.most, gradient.shape[1])
+        scratch = own.new_empty(self.axis.scratch_numel(own.numel()) if self.axis.needs_staging_buffer else 0)
+        self.axis.start_reduce_scatter(buffer.view(-1), own.view(-1), False, scratch).wait()
+        return own[:, :t].flatten(0, 1)
+
+
 def _packed(pair: Pair, most: int) -> torch.Tensor:
     """Keys and values [b, g, t, d] -> [b, t_max, 2, g, d], with zeros after t."""
     b, g, t, d = pair[0].shape

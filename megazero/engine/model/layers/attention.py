@@ -217,7 +217,8 @@ class Attention(nn.Module):
         super().__init__()
         self.context, self.number = context, number
         scores = Scores.of(model, number)
-        self.score_flops = 4 * (scores.window or model.seq_length) * model.num_attention_heads * model.head_dim
+        widths = model.head_dim + model.value_dim
+        self.score_flops = 2 * (scores.window or model.seq_length) * model.num_attention_heads * widths
         self.num_heads = model.num_attention_heads // context.tp.size
         self.first_head = context.tp.rank * self.num_heads
         dropout = context.dropout(model.attention_dropout, number, "scores")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -124,6 +124,11 @@ class Context:
     @property
     def tp(self) -> Axis:
         return self.stream.tp
+
+    @functools.cached_property
+    def of_one_rank(self) -> Context:
+        """The context of layers that every tensor-parallel rank computes for its own tokens of the residual stream."""
+        return replace(self, stream=ResidualStream(Axis("tp", [0], 0), sharded=False))
 
     @property
     def etp(self) -> Axis:

@@ -32,16 +32,21 @@ OLMO3 = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_po
 OLMO3 |= {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 4096}
 LLAMA_3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+DEEPSEEK = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096}
+DEEPSEEK |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 1.2}
 PARAMETERS: dict[str, dict[str, Any]] = {
     "none": {"rope_type": "default", "rope_theta": 1e4},
     "Llama 3.1": LLAMA_3 | {"factor": 8.0, "original_max_position_embeddings": 8192},
     "Llama 3.2 on another length": LLAMA_3,
     "Gemma 3": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "OLMo 3": OLMO3,
+    "DeepSeek": DEEPSEEK,
+    "Kimi K2": DEEPSEEK | {"factor": 32.0, "rope_theta": 5e4, "beta_fast": 1.0},
     "Qwen 2.5": {"type": "yarn", **OLMO3, "rope_theta": 1e6, "factor": 4.0, "attention_factor": None},
     "all of YaRN in one place": OLMO3 | {"rope_theta": 1e12, "original_max_position_embeddings": 10},
     "odd factor": OLMO3 | {"factor": 3.0, "attention_factor": None},
 }
+ODD = ("odd factor", "DeepSeek")  # no powers of two: theirs divides 1 by the product of factor and wavelength
 
 
 @for_each("percent", [1.0, 0.75])
@@ -60,7 +65,7 @@ def test_frequencies_are_those_of_transformers(case: str, percent: float) -> Non
     found = rotary.frequencies(CPU)
     assert rotary.amplitude == pytest.approx(factor, rel=1e-12)
     assert len(found) == 64 * percent
-    if case == "odd factor":  # theirs divides 1 by the product of factor and wavelength
+    if case in ODD:
         assert ((found - wanted).abs() <= 4 * torch.finfo(torch.float32).eps * wanted).all()
     else:
         assert torch.equal(found, wanted)
@@ -80,7 +85,7 @@ def check_kernel(rotary: Rotary, x: torch.Tensor, wanted: torch.Tensor, model: M
     assert (found - wanted).abs().max() < 1e-14 * 8
 
 
-@for_each("case", [case for case in PARAMETERS if case != "odd factor"])
+@for_each("case", [case for case in PARAMETERS if case not in ODD])
 @for_each("percent", [1.0, 0.25])
 def test_a_part_of_a_head_is_rotated_as_in_gpt_neox(case: str, percent: float) -> None:
     from transformers import GPTNeoXConfig
@@ -159,6 +164,16 @@ def test_a_cache_computes_the_same(options: dict[str, Any], monkeypatch: pytest.
             OLMO3,
             {"rotary_base": 5e5, "rope_scaling_factor": 8.0, "rope_scaling_type": "yarn", "rope_trained_length": 8192},
         ),
+        (
+            DEEPSEEK,
+            {"rope_scaling_factor": 40.0, "rope_scaling_type": "yarn", "rope_trained_length": 4096, "mscale": 0.7}
+            | {"mscale_all_dim": 1.2},
+        ),
+        (
+            OLMO3 | {"beta_fast": 16},
+            {"rotary_base": 5e5, "rope_scaling_factor": 8.0, "rope_scaling_type": "yarn", "rope_trained_length": 8192}
+            | {"beta_fast": 16},
+        ),
     ],
 )
 def test_rope_parameters_are_imported_and_exported(given: dict[str, Any], options: dict[str, Any]) -> None:
@@ -194,13 +209,12 @@ def test_a_factor_of_one_is_no_scaling() -> None:
         ({"factor": 8.0}, "has factor 8.0 in rope_parameters of rope_type default; this version does not compute it"),
         ({"partial_rotary_factor": 0.5}, "has partial_rotary_factor 0.5; this architecture rotates whole heads"),
         (
-            OLMO3 | {"beta_fast": 16},
-            "has beta_fast 16 in rope_parameters of rope_type yarn; this version computes 32 only",
+            OLMO3 | {"beta_slow": 2.0},
+            "has beta_slow 2.0 in rope_parameters of rope_type yarn; this version computes 1 only",
         ),
-        (OLMO3 | {"beta_slow": 2.0}, "has beta_slow 2.0"),
         (OLMO3 | {"attention_factor": 1.3}, "has attention_factor 1.3 .*; this version computes 1.20794 only"),
         (OLMO3 | {"truncate": False}, "has truncate False"),
-        (OLMO3 | {"mscale": 0.7, "mscale_all_dim": 0.7}, "has mscale 0.7 .*; this version does not compute it"),
+        (LLAMA_3 | {"mscale": 0.7}, "has mscale 0.7 .* of rope_type llama3; this version does not compute it"),
         (LLAMA_3 | {"high_freq_factor": 8.0}, "has high_freq_factor 8.0"),
         (
             {"full_attention": OLMO3, "sliding_attention": OLMO3 | {"factor": 2.0, "attention_factor": None}},

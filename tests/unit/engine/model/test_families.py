@@ -73,17 +73,23 @@ def test_every_family_is_here() -> None:
 
 
 def without_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let transformers keep activations in fp64, which it casts to fp32 in norms and in softmax."""
-    to, softmax = torch.Tensor.to, F.softmax
+    """Let transformers keep activations in fp64, which it casts to fp32 in norms and in softmax.
+
+    DeepSeek-V2's fp32 angles become complex numbers by `torch.polar`, whose last bits are others than those of `cos`.
+    """
+    to, as_type, softmax = torch.Tensor.to, torch.Tensor.type, torch.softmax
 
     def keeps(x: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
         return x.dtype == torch.float64 and x.requires_grad and torch.float32 in (*args, *kwargs.values())
 
     monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: x if keeps(x, *a, **k) else to(x, *a, **k))
+    monkeypatch.setattr(torch, "polar", lambda size, angle: torch.complex(size * angle.cos(), size * angle.sin()))
+    monkeypatch.setattr(torch.Tensor, "type", lambda x, *a: x if keeps(x, *a) else as_type(x, *a))
     monkeypatch.setattr(torch.Tensor, "float", lambda x: x if keeps(x, torch.float32) else to(x, torch.float32))
-    monkeypatch.setattr(
-        F, "softmax", lambda x, dim, dtype=None: softmax(x, dim, dtype=None if keeps(x, dtype) else dtype)
-    )
+    for owner in (F, torch.Tensor):
+        monkeypatch.setattr(
+            owner, "softmax", lambda x, dim, dtype=None: softmax(x, dim, dtype=None if keeps(x, dtype) else dtype)
+        )
 
 
 def transformers_model(model: ModelConfig, dtype: torch.dtype) -> Any:
@@ -176,11 +182,16 @@ def test_a_configuration_goes_there_and_back(name: str) -> None:
     """No option of a family has its default."""
     row = family_of(CASES[name])
     dropouts = {option: 0.25 for option in ("hidden_dropout", "attention_dropout") if option in row.options}
-    model = replace(CASES[name], init_method_std=0.5, untie_embeddings=True, **dropouts)
+    model = replace(
+        CASES[name], init_method_std=0.5, untie_embeddings=True, moe_router_bias_update_rate=1e-3, **dropouts
+    )
     assert canonical(ModelConfig(**row.from_config(row.to_config(model, None)))) == canonical(model)
 
 
-@for_each("model_type", [name for name in MODELS if name != "ministral"])  # its defaults lack head_dim
+WITHOUT_DEFAULTS = ("ministral", "deepseek_v2")  # the default configurations lack head_dim, and num_experts_per_tok
+
+
+@for_each("model_type", [name for name in MODELS if name not in WITHOUT_DEFAULTS])
 def test_transformers_defaults_are_a_model_of_ours(model_type: str) -> None:
     """Both have the same number of parameters, at the default sizes."""
     import transformers

@@ -23,6 +23,7 @@ BASE = (
 )
 TP, PP, FULL = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--recompute full"
 CP, EXPERTS = "--context-parallel-size 2", "--architecture llama --num-experts 4"
+LATENT = "--architecture llama --multi-latent-attention"
 # Flags whose flip changes `seen`: the flip, and the flags that it needs.
 FLIPPED = {
     "num-layers": ("--num-layers 8", ""),
@@ -37,6 +38,12 @@ FLIPPED = {
     "kv-channels": ("--kv-channels 32", ""),
     "qk-layernorm": ("--qk-layernorm", "--architecture llama"),
     "qk-norm-all-heads": ("--qk-norm-all-heads", "--architecture llama --qk-layernorm"),
+    "multi-latent-attention": ("--multi-latent-attention", "--architecture llama"),
+    "q-lora-rank": ("--q-lora-rank 24", LATENT),
+    "kv-lora-rank": ("--kv-lora-rank 24", LATENT),
+    "qk-head-dim": ("--qk-head-dim 24", LATENT),
+    "qk-pos-emb-head-dim": ("--qk-pos-emb-head-dim 24", LATENT),
+    "v-head-dim": ("--v-head-dim 24", LATENT),
     "window-size": ("--window-size 8", ""),
     "layer-pattern": ("--layer-pattern LG", "--window-size 8"),
     "attention-softcap": ("--attention-softcap 5", ""),
@@ -106,6 +113,9 @@ SEEN = {
     "rope-scaling-factor": "unit/engine/kernels/test_rotary.py",
     "rope-scaling-type": "unit/engine/kernels/test_rotary.py",
     "rope-trained-length": "unit/engine/kernels/test_rotary.py",
+    "beta-fast": "unit/engine/kernels/test_rotary.py",
+    "mscale": "unit/engine/kernels/test_rotary.py",
+    "mscale-all-dim": "unit/engine/kernels/test_rotary.py",
     "max-position-embeddings": "unit/interop/test_published_configs.py",
     "rotary-percent": "unit/engine/kernels/test_rotary.py",
     "rotary-interleaved": "unit/engine/kernels/test_rotary.py",

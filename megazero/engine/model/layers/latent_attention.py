@@ -1,0 +1,247 @@
+"""Multi-head latent attention, as in DeepSeek-V2 and V3: all heads share a latent of keys and values per token.
+
+A block projects its input down to narrow latents, norms them, and projects them up to queries, keys and values:
+
+    [c, r] = kv_down norm1(x)        q_c = query_down norm1(x)
+    [k, v] = kv_up kv_norm(c)        q = query_up query_norm(q_c), or without a latent of queries query norm1(x)
+
+A key is k of its head, then r rotated by position, which all heads share; of a query the last dims are rotated.
+
+Heads, so query_up, kv_up and proj, are sharded over tp. Each rank computes the latents of its own tokens of the
+residual stream, with whole down-projections. Under sequence parallelism it gathers latents, not the wider x. The
+gradients of latents are summed over tp, so those of the down-projections and of the norms are as those of norm1.
+
+Context-parallel ranks gather latents too, where these are narrower than the keys and values of a rank's heads, and each
+computes the keys and values of whole samples. A ring exchanges keys and values.
+
+Values are padded with zeros to the width of keys, because fused kernels have one width.
+
+In generation, keys and values are not made: queries are multiplied with kv_up's rows for k, and attend to latents.
+
+Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank, T = b t, T' tokens of the residual stream
+on this rank, h hidden, n/tp heads of this rank, r elements of a latent, d_n and d_r dims of a key without positions and
+rotary ones, d = d_n + d_r, d_v dims of a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from megazero.engine.kernels.eager import wide
+from megazero.engine.kernels.rotary import Rotary, rotate
+from megazero.engine.model.context_parallel.dealt import DealtTokens
+from megazero.engine.model.context_parallel.key_exchange import GatheredTokens
+from megazero.engine.model.layers.attention import Attention
+from megazero.engine.model.layers.context import Context, MicroBatchInfo
+from megazero.engine.model.layers.linear import (
+    Call,
+    ColumnLinear,
+    NormedColumns,
+    Residual,
+    RowLinear,
+    Tensors,
+    rows_onto,
+)
+from megazero.engine.model.layers.norm import Norm, RMSNorm
+from megazero.engine.model.layers.weight import handle_of
+from megazero.engine.options.schema import ModelConfig
+
+LATENT_EPSILON = 1e-6  # of the norms of latents with any --norm-epsilon, as in published models
+
+
+class LatentAttention(Attention):
+    """Latent attention of a block; see the module."""
+
+    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+        super().__init__(model, number, context)
+        h, n, std = model.hidden_size, model.num_attention_heads, model.init_method_std
+        self.rank, self.rotary_dim, self.value_dim = model.kv_lora_rank, model.qk_pos_emb_head_dim, model.v_head_dim
+        self.plain_dim = model.qk_head_dim
+        alone, width = context.of_one_rank, self.rank + self.rotary_dim
+
+        def down(rank: int) -> ColumnLinear:
+            return ColumnLinear(alone, h, rank, std=std, bias=False, tp_dim=None, matrices=())
+
+        def up(rank: int, dims: int) -> ColumnLinear:
+            return ColumnLinear(context, rank, n, dims, std=std, bias=False, matrices=())
+
+        def norm(rank: int) -> Norm:
+            made = RMSNorm(model, context, rank)
+            made.eps = LATENT_EPSILON
+            return made
+
+        self.query_norm = None
+        if model.q_lora_rank:
+            self.query_down, self.query_norm = down(model.q_lora_rank), norm(model.q_lora_rank)
+            self.query_up = up(model.q_lora_rank, model.head_dim)
+        else:
+            self.query = up(h, model.head_dim)
+        self.kv_down, self.kv_norm, self.kv_up = (
+            down(width),
+            norm(self.rank),
+            up(self.rank, self.plain_dim + self.value_dim),
+        )
+        self.proj = RowLinear(context, n * self.value_dim, h, std=model.residual_std, bias=False)
+        self.tables = context.rotary_tables(Rotary.of(model, number), model.seq_length)
+        self.gathers = not context.ring and width < 2 * self.num_heads * model.head_dim
+        if self.gathers:
+            self.core = replace(self.core, cp=None)
+
+    def forward(self, x: torch.Tensor, norm: Norm, residual: Residual, tokens: MicroBatchInfo) -> torch.Tensor:
+        """x [T', h] -> x + attention(norm(x)) [T', h]; `residual` joins them."""
+        layers = [self.kv_down, self.kv_norm, self.kv_up]
+        layers += [self.query] if self.query_norm is None else [self.query_down, self.query_norm, self.query_up]
+        columns = LatentColumns(self, norm, tokens)
+        if tokens.cache is None:
+            q, k, v, x = _LatentColumns.apply(x, columns, handle_of(norm, *layers))
+            y = self.attend([q, k, v], tokens)  # [T, n/tp * d]
+            if self.value_dim < q.shape[-1]:
+                y = y.unflatten(-1, (-1, q.shape[-1]))[..., : self.value_dim].flatten(-2)
+        else:
+            y = self.attend_to_latents(*columns.latents(x)[:2], tokens)
+        call = Call(tokens.dropout_rows, output=True)
+        return rows_onto(x, (y,), (self.proj,), activations=(None,), join=residual, call=call)
+
+    def attend_to_latents(self, q: torch.Tensor, latents: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
+        """Attend in generation: q [1, T, n/tp, d], latents [T, r + d_r] -> [T, n/tp * d_v], without a gradient.
+
+        q k = (q_n W_k) c + q_r r, so all heads attend to one key, the latent, which is the value too.
+        """
+        assert tokens.cache is not None
+        keys, values = self.kv_up.matrix.view(self.num_heads, -1, self.rank).split([self.plain_dim, self.value_dim], 1)
+        plain, turned = q[0].split([self.plain_dim, self.rotary_dim], -1)
+        absorbed = torch.cat([torch.einsum("tnd,ndr->tnr", plain, keys), turned], -1)  # [T, n/tp, r + d_r]
+
+        def prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dealt: DealtTokens | None) -> torch.Tensor:
+            return self.core.prompt(q, k, v, fused=False, dealt=dealt)
+
+        found = tokens.cache.attend(
+            self.number, self.core.scores, prompt, absorbed, latents[:, None], latents[:, None], rows=tokens.rows
+        )
+        found = found.view(len(latents), self.num_heads, -1)[..., : self.rank]
+        return torch.einsum("tnr,nvr->tnv", found, values).flatten(1)
+
+
+class LatentColumns(NamedTuple):
+    """x -> queries, keys and values, below autograd."""
+
+    attention: LatentAttention
+    norm: Norm  # of x
+    tokens: MicroBatchInfo
+
+    @property
+    def down(self) -> NormedColumns:
+        a = self.attention
+        return NormedColumns(self.norm, (a.kv_down,) if a.query_norm is None else (a.kv_down, a.query_down))
+
+    @property
+    def query(self) -> NormedColumns:
+        """The layer of queries: of their latent, or of x."""
+        a = self.attention
+        return (
+            NormedColumns(self.norm, (a.query,)) if a.query_norm is None else NormedColumns(a.query_norm, (a.query_up,))
+        )
+
+    @property
+    def exchange(self) -> GatheredTokens | None:
+        a, dealt = self.attention, self.tokens.dealt
+        return GatheredTokens(a.context.cp, dealt) if a.gathers and dealt is not None else None
+
+    @property
+    def batch(self) -> int:
+        return len(self.tokens.samples) if self.tokens.cache is None else 1
+
+    def turn(self, x: torch.Tensor, back: bool) -> torch.Tensor:
+        """Rotate x [b, t, heads, d_r] by the positions of its tokens, or back."""
+        tokens, tables = self.tokens, self.attention.tables
+        positions = tokens.head_positions
+        if tokens.cache is not None:
+            positions = tokens.positions(x.device)[None]
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rotate(x, tables.at(positions, x.shape[1]), back, out)
+        return out
+
+    def turned(self, heads: torch.Tensor, back: bool) -> torch.Tensor:
+        """Return heads [b, t, n/tp, d] with their last dims rotated."""
+        d_n = self.attention.plain_dim
+        out = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        out[..., :d_n] = heads[..., :d_n]
+        out[..., d_n:] = self.turn(heads[..., d_n:], back)
+        return out
+
+    def latents(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Tensors, list[int]]:
+        """x [T', h] -> q [b, t, n/tp, d], latents [T, r + d_r]: normed, and rotated; and the saved tensors."""
+        a = self.attention
+        found, kept = self.down.forward(x)
+        (query,), more = self.query.forward(x if a.query_norm is None else found[1])
+        q = self.turned(query.view(self.batch, -1, a.num_heads, a.plain_dim + a.rotary_dim), back=False)
+        narrow = found[0][:, : a.rank].contiguous()
+        normed, *statistics = a.kv_norm.normalise(narrow)
+        joined = torch.cat([normed, found[0][:, a.rank :]], -1)
+        latents = a.context.stream.start_unshard(joined).wait()
+        keys = latents[:, a.rank :].unflatten(0, (self.batch, -1))[:, :, None]  # [b, t, 1, d_r]
+        latents[:, a.rank :] = self.turn(keys, back=False).view(len(latents), -1)
+        saved = (narrow, *statistics) if a.context.selective else (narrow, *statistics, normed)
+        return q, latents, (*kept, *more, *saved), [len(kept), len(more)]
+
+    def forward(self, x: torch.Tensor) -> tuple[Tensors, Tensors, list[int]]:
+        """x [T', h] -> q [b, n/tp, t, d], k and v [b, n/tp, t or s, d], the tensors for `backward`, their numbers."""
+        a, exchange = self.attention, self.exchange
+        q, latents, kept, counts = self.latents(x)
+        latents = latents if exchange is None else exchange.gather(latents)
+        kv = a.kv_up.output(latents[:, : a.rank]).view(self.batch, -1, a.num_heads, a.plain_dim + a.value_dim)
+        k = kv.new_empty(*kv.shape[:3], q.shape[-1])
+        k[..., : a.plain_dim] = kv[..., : a.plain_dim]
+        k[..., a.plain_dim :] = latents[:, a.rank :].view(*kv.shape[:2], 1, a.rotary_dim)
+        v = F.pad(kv[..., a.plain_dim :], (0, q.shape[-1] - a.value_dim))
+        return tuple(part.transpose(1, 2) for part in (q, k, v)), kept, counts
+
+    def backward(
+        self, grads: Tensors, residual: torch.Tensor, wanted: bool, kept: Tensors, counts: list[int]
+    ) -> torch.Tensor | None:
+        """Hand over the weights' gradients. Return the gradient of x plus `residual`; None unless it is wanted."""
+        a, exchange, context = self.attention, self.exchange, self.attention.context
+        dq, dk, dv = (part.transpose(1, 2) for part in grads)  # [b, t or s, n/tp, d]
+        of_down, of_query, of_norm = kept[: counts[0]], kept[counts[0] : sum(counts)], kept[sum(counts) :]
+        dkv = dk.new_empty(*dk.shape[:3], a.plain_dim + a.value_dim)
+        dkv[..., : a.plain_dim], dkv[..., a.plain_dim :] = dk[..., : a.plain_dim], dv[..., : a.value_dim]
+        dkv = dkv.view(-1, dkv.shape[2] * dkv.shape[3])
+        shared = dk[..., a.plain_dim :].sum(2, dtype=wide(dk)).flatten(0, 1)  # [b t or b s, d_r]
+        dlatents = torch.cat([context.products.input_grad(dkv, a.kv_up.matrix).to(shared.dtype), shared], -1)
+        if exchange is not None:
+            dlatents = exchange.reduce(dlatents)
+        keys = dlatents[:, a.rank :].unflatten(0, (self.batch, -1))[:, :, None]
+        dlatents[:, a.rank :] = self.turn(keys, back=True).view(len(dlatents), -1)
+        reducing = context.stream.start_reduce(dlatents.to(dk.dtype))
+        statistics = of_norm[1:] if context.selective else of_norm[1:-1]
+        if a.kv_up.weight.trains:
+            normed = a.kv_norm.normalise(of_norm[0])[0] if context.selective else of_norm[-1]
+            normed = context.stream.start_unshard(normed).wait()
+            a.kv_up.add_gradients(normed if exchange is None else exchange.gather(normed), dkv)
+        dnarrow = reducing.wait()
+        dnormed = a.kv_norm.input_grad(dnarrow[:, : a.rank].contiguous(), None, of_norm[0], *statistics)
+        downs = [torch.cat([dnormed, dnarrow[:, a.rank :]], -1)]
+        dquery = [(self.turned(dq, back=True).view(-1, dq.shape[2] * dq.shape[3]), None)]
+        if a.query_norm is None:
+            residual = self.query.backward(dquery, residual, True, *of_query)
+        else:
+            downs.append(self.query.backward(dquery, None, True, *of_query))
+        return self.down.backward([(each, None) for each in downs], residual, wanted, *of_down)
+
+
+class _LatentColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, columns, handle):
+        heads, kept, counts = columns.forward(x)
+        ctx.save_for_backward(*kept)
+        ctx.columns, ctx.counts = columns, counts
+        return *heads, x
+
+    @staticmethod
+    def backward(ctx, *grads):
+        *heads, residual = grads
+        return ctx.columns.backward(heads, residual, ctx.needs_input_grad[0], ctx.saved_tensors, ctx.counts), None, None
