@@ -42,9 +42,11 @@ with (
     patch.object(launch, "exit_now", report_and_exit),
     pretended_gpu() as findings,
 ):
-    if sys.argv[0] == "-m":
-        module = sys.argv.pop(1)
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
-    write_report()  # of a program that ends at its end
+    try:
+        if sys.argv[0] == "-m":
+            module = sys.argv.pop(1)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
+    finally:
+        write_report()
