@@ -45,6 +45,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 28}
     | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     | {"moe_router_topk_scaling_factor": 1.5, "moe_router_bias_update_rate": 0.0},
+    "glm4-moe": EXPERTS
+    | {"moe_layer_freq": "DEEE", "add_qkv_bias": True, "qk_layernorm": True, "rotary_percent": 0.5, "kv_channels": 12}
+    | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "untie_embeddings": True}
+    | {"moe_router_bias_update_rate": 0.0, "moe_router_topk_scaling_factor": 1.5}
+    | {"moe_shared_expert_intermediate_size": 28},
     "phi3": {"num_query_groups": 2, "window_size": 7, "rotary_percent": 0.5, "untie_embeddings": True},
     "smollm3": {"num_query_groups": 2, "layer_pattern": "GGN"},
     "granite": {

@@ -96,6 +96,9 @@ ARCHITECTURES = {
     ),
     "deepseek-v2": _with(DEEPSEEK, {"moe-router-pre-softmax": True}),
     "deepseek-v3": _with(DEEPSEEK, SIGMOID),
+    "glm4-moe": _with(
+        LLAMA, SIGMOID | {"rotary-base": 1e6, "rotary-percent": 0.5, "norm-epsilon": 1e-5, "add-qkv-bias": True}
+    ),
     "phi3": _with(LLAMA, {"norm-epsilon": 1e-5}),
     "smollm3": _with(LLAMA, {"rotary-base": 5e6, "layer-pattern": "GGGN", "untie-embeddings": False}),
     "granite": _with(LLAMA, {"norm-epsilon": 1e-5, "untie-embeddings": False}),

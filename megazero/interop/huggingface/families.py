@@ -298,11 +298,13 @@ OLMO: Options = {
 
 ROUTED = {"num_experts": "num_experts", "moe_router_topk": "num_experts_per_tok"}
 ROUTED_AND_DENSE = ROUTED | {"moe_ffn_hidden_size": "moe_intermediate_size"}
-LATENTS = {
+ROUTED_BY_SIGMOID = ROUTED_AND_DENSE | {
     "num_experts": "n_routed_experts",
-    "moe_router_topk": "num_experts_per_tok",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
     "moe_router_topk_scaling_factor": "routed_scaling_factor",
+}
+SIGMOID: Options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+EXPERT_BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
+LATENTS = ROUTED_BY_SIGMOID | {
     "kv_lora_rank": "kv_lora_rank",
     "qk_head_dim": "qk_nope_head_dim",
     "qk_pos_emb_head_dim": "qk_rope_head_dim",
@@ -321,9 +323,8 @@ def _deepseek(
     """Return a relative of DeepSeek. sigmoid: scores of experts are sigmoids, with biases that balance the experts."""
     needed: Options = {"multi_latent_attention": True, "rotary_interleaved": True}
     required: dict[str, tuple[Any, ...]] = {"rope_interleave": (True,)}
-    bias = "model.layers.{}.mlp.gate.e_score_correction_bias" if sigmoid else ""
     if sigmoid:
-        needed |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+        needed |= SIGMOID
         required |= {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
     else:
         needed |= {"moe_router_pre_softmax": True}
@@ -339,7 +340,7 @@ def _deepseek(
         required=SILU | required,
         kinds="G",
         ignored=("num_nextn_predict_layers", "ep_size", "moe_layer_freq", "aux_loss_alpha", "seq_aux", *ignored),
-        expert_bias=bias,
+        expert_bias=EXPERT_BIAS if sigmoid else "",
         further_layers=True,
         **others,
     )
@@ -445,6 +446,20 @@ MODELS = {
             *(MLP_LAYER_TYPES, EXPERT_GROUPS, TOPK_PROB),
             ignored=("first_k_dense_replace",),
             architecture="deepseek-v3",
+        ),
+        _llama(
+            "glm4_moe",
+            "Glm4MoeForCausalLM",
+            *(PARTIAL_ROTARY, HEAD_DIM, FIRST_DENSE, EXPERT_GROUPS, TOPK_PROB, SHARED_EXPERTS, NO_PREDICTIONS),
+            architecture="glm4-moe",
+            layers=BEFORE | ATTENTION | GATED_MLP | EXPERTS | SHARED_EXPERTS_LAYERS,
+            options=ROUTED_BY_SIGMOID | {"add_qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"},
+            needed=SIGMOID,
+            required={"hidden_act": SILU["hidden_act"]},
+            kinds="G",
+            ignored=("num_nextn_predict_layers",),
+            expert_bias=EXPERT_BIAS,
+            further_layers=True,
         ),
         _llama("olmo2", "Olmo2ForCausalLM", ROTARY, **OLMO),
         _llama("olmo3", "Olmo3ForCausalLM", LOCAL_ROTARY, WINDOWS, **OLMO),

@@ -72,6 +72,7 @@ SHAPES = {
     "deepseek-v2-16b": (64, 27, 2048, 16, 1, 16, 1024),
     "deepseek-v3-671b": (1024, 61, 7168, 128, 1, 240, 15360),
     "kimi-k2-1t": (1024, 61, 7168, 64, 1, 256, 16384),
+    "glm4.5-air-107b": (256, 46, 4096, 96, 1, 64, 4096),
     "granite-2b": (64, 40, 2048, 32, 1, 16, 1024),
     "phi3-mini-3.8b": (64, 32, 3072, 32, 1, 16, 1024),
     "olmo2-7b": (64, 32, 4096, 32, 1, 16, 1024),
@@ -177,6 +178,14 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] 
         | {"moe_router_topk_scaling_factor": 2.827, "moe_router_score_function": "sigmoid", "rotary_base": 5e4}
         | {"moe_router_enable_expert_bias": True, "q_lora_rank": 1536, "moe_aux_loss_coeff": 0.001}
         | {"moe_shared_expert_intermediate_size": 2048},
+    ),
+    "glm4.5-air-107b": (
+        *("glm4-moe", 10944, 8, 151552, 4096, 106_852_245_504),
+        UNTIED
+        | {"num_experts": 128, "moe_router_topk": 8, "moe_layer_freq": "D" + "E" * 45, "moe_ffn_hidden_size": 1408}
+        | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "rotary_base": 1e6}
+        | {"rotary_percent": 0.5, "kv_channels": 128, "add_qkv_bias": True, "moe_aux_loss_coeff": 0.0001}
+        | {"moe_shared_expert_intermediate_size": 1408, "norm_epsilon": 1e-5},
     ),
     "granite-2b": (
         *("granite", 8192, 8, 49152, 4096, 2_533_525_504),

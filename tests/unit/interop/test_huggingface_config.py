@@ -42,8 +42,8 @@ def written(folder: Path, model_type: str, **changes: Any) -> Path:
     sizes = {key: size for key, size in SMALL.items() if hasattr(known, key)}
     if hasattr(known, "kv_lora_rank"):  # each of its heads has keys of its own
         sizes |= {"num_key_value_heads": 6, "num_experts_per_tok": 3}
-        others = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
-        sizes |= {key: value for key, value in others.items() if hasattr(known, key)}
+    others = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+    sizes |= {key: value for key, value in others.items() if hasattr(known, key)}
     windows = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
     sizes |= windows if model_type.startswith("qwen") else {}
     AutoConfig.for_model(model_type, **sizes).save_pretrained(folder)
