@@ -46,7 +46,7 @@ class Options:
     tokens: int = 1024
     hidden: int = 768
     vocabulary: int = 50257
-    chunks: tuple[int, ...] = (128, 166, 256, 512)
+    chunks: tuple[int, ...] = (128, 256, 512)
     """Tokens of a chunk, each a way of its own."""
     rounds: int = 7
     """Rounds that count; one more warms up."""

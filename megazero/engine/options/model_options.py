@@ -500,5 +500,5 @@ class ActivationConfig:
     --recompute full."""
     loss_chunk_tokens: Annotated[int, Bounds(-1, 10**9, "no sample is as long")] = -1
     """Tokens of a micro-batch whose logits are in memory together: loss and gradients are computed chunk by chunk. 0:
-    all tokens. -1: as many as make 32 MB of logits on a CPU, 512 MB on a GPU; all, if gradients are in 16 bit, because
-    sums of chunks would be rounded."""
+    all tokens. -1: as many as make 32 MB of logits on a CPU, 512 MB on a GPU, but at least 512; all, if gradients are
+    in 16 bit, because sums of chunks would be rounded."""

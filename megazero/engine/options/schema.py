@@ -24,8 +24,9 @@ from megazero.engine.options.run_options import MonitorConfig as MonitorConfig
 from megazero.engine.options.run_options import PlanConfig as PlanConfig
 from megazero.engine.plan.schedule.schedules import EVALUATION, SCHEDULES
 
-# Bytes of a chunk of logits, and its fewest tokens: each chunk reads and writes the gradient of the whole table once
-CPU_LOGITS, GPU_LOGITS, LEAST_CHUNK = 1 << 25, 1 << 29, 128
+# Bytes of a chunk of logits, and its fewest tokens: each chunk reads and writes the gradient of the whole table once,
+# which takes a fifth of the time of 128 tokens on a CPU (benchmarks/head.py).
+CPU_LOGITS, GPU_LOGITS, LEAST_CHUNK = 1 << 25, 1 << 29, 512
 
 
 @dataclass(frozen=True)

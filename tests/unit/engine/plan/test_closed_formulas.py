@@ -132,9 +132,9 @@ class Closed:
 
     @property
     def chunk(self) -> int:
-        """Tokens whose logits exist at once: given, or those of 32 MB, at least 128; all, if sums would be rounded."""
+        """Tokens whose logits exist at once: given, or those of 32 MB, at least 512; all, if sums would be rounded."""
         given, rows = self.config.activations.loss_chunk_tokens, math.ceil(self.config.model.vocab_size / self.t)
-        chosen = 0 if self.g == 2 else max(128, 2**25 // (rows * self.w))
+        chosen = 0 if self.g == 2 else max(512, 2**25 // (rows * self.w))
         return (given if given >= 0 else chosen) or self.b * self.tokens
 
     def adjacent(self, layers: list[list[str]]) -> int:
