@@ -14,6 +14,7 @@ from benchmarks.reports.blocks import markdown
 from megazero.engine.options.architectures import ARCHITECTURES, ArchitectureTraits
 from megazero.flags.flag_names import as_flag
 from megazero.flags.presets import preset_names, preset_values
+from megazero.interop.huggingface.configuration import LACKING
 from megazero.interop.huggingface.families import MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,10 @@ and generation with a cache on two ranks |
 
 `parallel` is tested by [`parallel/test_parity.py`](../../tests/parallel/test_parity.py). Some of these tests are marked
 slow.
+"""
+REFUSED = """
+## Model types of transformers that are refused
+`--hf-config` names the same reason.
 """
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "rmsnorm-1p": "RMSNorm of weight 1 + w"}
 PLACES = {"before": "before", "after": "after", "around": "before and after"}
@@ -171,6 +176,14 @@ def page() -> Iterator[str]:
 Lines: of its row in `engine/options/architectures.py`, and of its rows in `interop/huggingface/families.py`, each with
 the constants and functions that it alone uses. Several families share {traits[1]} and {theirs[1]} more.
 """
+    yield REFUSED
+    reasons: dict[str, list[str]] = {}
+    for name, part in sorted(LACKING.items()):
+        reasons.setdefault(part, []).append(f"`{name}`")
+    yield markdown(
+        ["part that no layer computes", "`model_type`"], [[part, ", ".join(n)] for part, n in reasons.items()]
+    )
+    yield "\nOther types were not tried.\n"
 
 
 if __name__ == "__main__":

@@ -99,11 +99,18 @@ ARCHITECTURES = {
     "glm4-moe": _with(
         LLAMA, SIGMOID | {"rotary-base": 1e6, "rotary-percent": 0.5, "norm-epsilon": 1e-5, "add-qkv-bias": True}
     ),
+    "glm4": _with(
+        LLAMA,
+        {"norm-epsilon": 1e-5, "rotary-percent": 0.5, "rotary-interleaved": True},
+        norms="around",
+        options=ROTARY,
+    ),
     "phi3": _with(LLAMA, {"norm-epsilon": 1e-5}),
     "smollm3": _with(LLAMA, {"rotary-base": 5e6, "layer-pattern": "GGGN", "untie-embeddings": False}),
     "granite": _with(LLAMA, {"norm-epsilon": 1e-5, "untie-embeddings": False}),
     "olmo2": OLMO2,
     "olmo3": _with(OLMO2, {"window-size": 4096, "layer-pattern": "LLLG", "local-rotary-base": 5e5}),
+    "gemma": GEMMA._replace(norms="before"),
     "gemma2": _with(
         GEMMA, {"window-size": 4096, "layer-pattern": "LG", "attention-softcap": 50.0, "final-softcap": 30.0}
     ),

@@ -65,14 +65,22 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
 SAME_TYPE = {"kimi_k2": "deepseek_v3"}
 # Models that are refused -> the part that no layer here computes.
 LACKING = {
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "state-space layers"),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "zamba", "zamba2"), "state-space layers"),
     **dict.fromkeys(("jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"), "state-space layers"),
     **dict.fromkeys(("bert", "roberta", "modernbert"), "attention to later tokens"),
     **dict.fromkeys(("t5", "mt5", "bart"), "an encoder"),
     **dict.fromkeys(("bloom", "mpt"), "ALiBi positions"),
-    "minicpm3": "LongRoPE positions",
-    **dict.fromkeys(("qwen3_next", "rwkv"), "linear attention"),
-    **{"gpt_oss": "attention sinks", "llama4_text": "attention in chunks"},
+    **dict.fromkeys(("kimi_linear", "minimax", "bailing_hybrid", "olmo_hybrid"), "linear attention"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "rwkv"), "linear attention"),
+    **dict.fromkeys(("arcee", "nemotron", "persimmon", "nanochat"), "squared ReLU in its MLP"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "attention to chosen tokens"),
+    **dict.fromkeys(("gemma3n_text", "gemma4_text"), "embeddings in each layer"),
+    **dict.fromkeys(("cohere", "cohere2"), "LayerNorm without biases"),
+    **{"apertus": "xIELU in its MLP", "olmo": "norms without weights", "opt": "learned positions with an offset"},
+    **{"dbrx": "clipped queries and keys", "diffllama": "differential attention", "jetmoe": "experts in attention"},
+    **{"hunyuan_v1_dense": "norms of queries behind the rotation", "longcat_flash": "experts without weights"},
+    **{"gpt_oss": "attention sinks", "lfm2": "convolutions", "llama4_text": "attention in chunks"},
+    **{"minicpm3": "LongRoPE positions", "recurrent_gemma": "recurrent layers"},
 }
 
 

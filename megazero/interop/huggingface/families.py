@@ -246,6 +246,13 @@ PHI3_LAYERS: Names = {
     "mlp.up.weight": (HALVES, "mlp.gate_up_proj.weight"),
     "mlp.down.weight": (SAME, "mlp.down_proj.weight"),
 }
+GLM: Names = ATTENTION | {key: PHI3_LAYERS[key] for key in ("mlp.up.weight", "mlp.down.weight")}
+AROUND_GLM4 = _same(
+    norm1__weight="input_layernorm.weight",
+    norm1_after__weight="post_self_attn_layernorm.weight",
+    norm2__weight="post_attention_layernorm.weight",
+    norm2_after__weight="post_mlp_layernorm.weight",
+)
 NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
 SILU = NO_BIASES | {"hidden_act": ("silu",)}
 GEMMA_REQUIRED = NO_BIASES | {
@@ -294,7 +301,12 @@ OLMO: Options = {
     "layers": AFTER | ATTENTION | GATED_MLP,
     "needed": {"qk_layernorm": True, "qk_norm_all_heads": True},
 }
-
+GLMS: Options = {
+    "options": {"add_qkv_bias": "attention_bias"},
+    "needed": {"rotary_interleaved": True},
+    "required": {"hidden_act": ("silu",)},
+    "kinds": "G",
+}
 
 ROUTED = {"num_experts": "num_experts", "moe_router_topk": "num_experts_per_tok"}
 ROUTED_AND_DENSE = ROUTED | {"moe_ffn_hidden_size": "moe_intermediate_size"}
@@ -461,8 +473,33 @@ MODELS = {
             expert_bias=EXPERT_BIAS,
             further_layers=True,
         ),
+        _llama(
+            "helium",
+            "HeliumForCausalLM",
+            *(ROTARY, HEAD_DIM),
+            architecture="llama",
+            needed={"rotary_interleaved": True},
+            kinds="G",
+        ),
+        _llama(
+            "glm",
+            "GlmForCausalLM",
+            *(PARTIAL_ROTARY, HEAD_DIM),
+            architecture="llama",
+            layers=BEFORE | GLM,
+            **GLMS,
+        ),
+        _llama("glm4", "Glm4ForCausalLM", PARTIAL_ROTARY, HEAD_DIM, layers=AROUND_GLM4 | GLM, **GLMS),
         _llama("olmo2", "Olmo2ForCausalLM", ROTARY, **OLMO),
         _llama("olmo3", "Olmo3ForCausalLM", LOCAL_ROTARY, WINDOWS, **OLMO),
+        _llama(
+            "gemma",
+            "GemmaForCausalLM",
+            *(ROTARY, HEAD_DIM),
+            required=NO_BIASES
+            | {"hidden_act": ("gelu_pytorch_tanh", "gelu"), "use_bidirectional_attention": (None, False)},
+            kinds="G",
+        ),
         _llama("gemma2", "Gemma2ForCausalLM", ROTARY, HEAD_DIM, WINDOWS, GEMMA_SCORES, GEMMA2_SOFTCAP, **GEMMA),
         _llama(
             "gemma3_text",

@@ -77,6 +77,8 @@ SHAPES = {
     "phi3-mini-3.8b": (64, 32, 3072, 32, 1, 16, 1024),
     "olmo2-7b": (64, 32, 4096, 32, 1, 16, 1024),
     "olmo3-7b": (64, 32, 4096, 32, 1, 8, 512),
+    "glm4-9b": (64, 40, 4096, 32, 1, 8, 512),
+    "gemma-2b": (64, 18, 2048, 8, 1, 8, 512),
     "gemma2-2b": (64, 26, 2304, 8, 1, 8, 512),
     "gemma3-1b": (8, 26, 1152, 4, 1, 64, 512),
     "pythia-160m": (8, 12, 768, 12, 1, 128, 1024),
@@ -196,6 +198,11 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] 
         *("olmo3", 11008, 32, 100278, 8192, 7_298_011_136),
         OLMO | OLMO3 | {"rope_scaling_factor": 8, "rope_scaling_type": "yarn"},
     ),
+    "glm4-9b": (
+        *("glm4", 13696, 2, 151552, 8192, 9_400_279_040),
+        {"untie_embeddings": True, "rotary_percent": 0.5, "rotary_interleaved": True, "add_qkv_bias": True},
+    ),
+    "gemma-2b": ("gemma", 16384, 1, 256000, 8192, 2_506_172_416, GEMMA),
     "gemma2-2b": (
         *("gemma2", 9216, 4, 256000, 8192, 2_614_341_888),
         GEMMA | {"window_size": 4096, "layer_pattern": "LG", "attention_softcap": 50, "final_softcap": 30},
