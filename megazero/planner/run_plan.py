@@ -10,6 +10,7 @@ from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.layers import active_parameters, num_parameters
 from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.flag_names import with_values
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_device, check_values
@@ -135,10 +136,10 @@ def make_plan(config: Config, layout: Layout, device: Device) -> Plan:
 def plan_if_it_fits(config: Config, layout: Layout, device: Device) -> Plan | None:
     """Predict the values by which a search compares layouts; None if the layout does not fit.
 
-    These are the bytes of the first and the last pipeline stage, which hold the most, and the expected time of a step.
+    These are the bytes of the stages of which one holds the most, and the expected time of a step.
     """
     stages: list[StageBytes] = []
-    for pp in sorted({0, layout.pp - 1}):
+    for pp in telling_stages(config, layout):
         stages.append(stage_bytes(config, layout, pp, device.kind))
         if stages[-1].peak > device.usable_bytes(layout):
             return None
@@ -149,6 +150,20 @@ def plan_if_it_fits(config: Config, layout: Layout, device: Device) -> Plan | No
         stages=stages,
         time=step_time(config, layout, device, with_range=False),
     )
+
+
+def telling_stages(config: Config, layout: Layout) -> list[int]:
+    """Return pipeline stages of which one holds the most bytes of all.
+
+    These are the first and the last stage of each sequence of kinds of layers. Between two stages with the same layers,
+    bytes change linearly with their number: kept inputs fall, postponed weight gradients rise.
+    """
+    ends: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for pp in range(layout.pp):
+        spec = rank_spec(config, layout, pp, declare)
+        kinds = tuple(tuple(layer.kind for layer in chunk) for chunk in spec.chunks)
+        ends.setdefault(kinds, []).append(pp)
+    return sorted({pp for stages in ends.values() for pp in (stages[0], stages[-1])})
 
 
 def advice(plan: Plan) -> Iterator[str]:

@@ -237,7 +237,9 @@ def test_losses_of_a_blends_corpora_are_those_of_every_layout(case: Case, ranks)
 #     fp32 6e-9, 3e-8, 3e-7, 6e-6 (plain PyTorch in fp32, one process: 1e-7, 8e-8, 5e-7, 9e-6; ours up to 2e-5)
 #     bf16 3e-4, 4e-3, 1e-3, 7e-2    fp16 3e-5, 5e-4, 3e-3, 4e-2
 # The norm depends on the case: with one micro-batch of a llama with untied tables, plain PyTorch in fp32 has 1.5e-4.
-# A llama's loss rises at first at this learning rate, and moves further: in one process in bf16 2e-4, 3e-3, 7e-3, 0.14.
+# The loss of a llama and its relatives rises at first at this learning rate, and moves further: in one process in bf16
+# 2e-4, 3e-3, 7e-3, 0.14; of a deepseek-v3 8e-3. Gradients in 16 bit are rounded once more after each micro-batch: 5e-3
+# after two updates on two ranks, with the loss whole or in chunks.
 NEAR = {
     "fp64": (TOLERANCE,) * 4,
     "fp32": (1e-6, 1e-6, 5e-6, 2**-10),
@@ -250,7 +252,7 @@ def check_near(case: Case, outcomes: list[Outcome]) -> None:
     """Compare losses and norms with plain PyTorch's in fp64."""
     losses, norms = expected(case)
     first_loss, first_norm, any_loss, any_norm = NEAR[case.precision]
-    any_loss *= 4 if case.model.architecture == "llama" else 1
+    any_loss *= 4 if case.model.architecture != "gpt2" else 2 if case.grad_dtype in ("bf16", "fp16") else 1
     for outcome in outcomes:
         steps = len(outcome.losses)
         assert relative_error(outcome.losses[:1], losses[:1]) < first_loss

@@ -14,10 +14,12 @@ from megazero.flags.flag_names import with_values
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.capacity import estimated, least
 from megazero.planner.bytes.estimate import stage_bytes
+from megazero.planner.run_plan import plan_config, telling_stages
 from megazero.planner.search.candidates import Candidate, candidates
 from megazero.planner.search.search import ClosedTerms
 from megazero.planner.time.devices import Constant, Device, load_device
 from megazero.planner.time.step_time import StepPrograms, step_parts
+from tests.helpers.table import for_each
 from tests.parallel.matrix import case_of, covers, numbers, with_experts
 
 H100 = load_device("h100-80gb")
@@ -53,6 +55,22 @@ def test_a_search_lists_every_layout(more: str, divisions: list[tuple[int, int]]
             wanted.add(c)
     assert len(wanted) > 300 and {c.cp for c in wanted} == {1, 2}
     assert not wanted - found, sorted(wanted - found)[:3]
+
+
+@for_each("recompute", ["none", "full"])
+@for_each("model", ["--architecture llama --num-experts 8 --moe-layer-freq DDEEEEEEEEEE", "--architecture llama"])
+@for_each("schedule", ["gpipe", "1f1b", "zero-bubble", "interleaved", "zero-bubble-v"])
+def test_the_fullest_stage_is_among_those_that_a_search_looks_at(schedule: str, model: str, recompute: str) -> None:
+    """Dense layers come first: the experts' weights, and with them the most bytes, are in the middle of the pipeline."""
+    chunks = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
+    line = (
+        f"--num-layers 12 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 300 --precision bf16 "
+        f"{model} --pipeline-model-parallel-size 6 --virtual-pipeline-stages {chunks} --pipeline-schedule {schedule} "
+        f"--recompute {recompute} --global-batch-size 24 --world-size 12 --device-type h100-80gb --plan"
+    )
+    config, layout, device = plan_config(parse(line.split()))
+    peaks = [stage_bytes(config, layout, pp, device.kind).peak for pp in range(layout.pp)]
+    assert max(peaks[pp] for pp in telling_stages(config, layout)) == max(peaks)
 
 
 def test_a_given_shard_size_divides_the_ranks_that_share_weights() -> None:
