@@ -61,7 +61,7 @@ def test_a_search_lists_every_layout(more: str, divisions: list[tuple[int, int]]
 @for_each("model", ["--architecture llama --num-experts 8 --moe-layer-freq DDEEEEEEEEEE", "--architecture llama"])
 @for_each("schedule", ["gpipe", "1f1b", "zero-bubble", "interleaved", "zero-bubble-v"])
 def test_the_fullest_stage_is_among_those_that_a_search_looks_at(schedule: str, model: str, recompute: str) -> None:
-    """Dense layers come first: the experts' weights, and with them the most bytes, are in the middle of the pipeline."""
+    """Dense layers come first: the experts' weights, and so the most bytes, are in the middle of the pipeline."""
     chunks = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
     line = (
         f"--num-layers 12 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 300 --precision bf16 "
