@@ -19,6 +19,7 @@ from megazero.interop.huggingface.families import MODELS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results" / "families.md"
+FILES = ("tensor_names.py", "gpt_families.py", "families.py")  # of MODELS and its constants
 HEAD = """# Families
 Made by `python -m benchmarks.reports.families`. A family is a row of `ARCHITECTURES` in
 [`megazero/engine/options/architectures.py`](../../megazero/engine/options/architectures.py) and, if transformers
@@ -117,7 +118,8 @@ def architectures() -> Source:
 
 def models() -> Source:
     """Read the table of transformers' families."""
-    known = definitions(ast.parse((ROOT / "megazero/interop/huggingface/families.py").read_text(encoding="utf-8")))
+    files = (ROOT / "megazero/interop/huggingface" / name for name in FILES)
+    known = definitions(ast.parse("\n".join(file.read_text(encoding="utf-8") for file in files)))
     table = known.pop("MODELS")
     assert isinstance(table, ast.Assign) and isinstance(table.value, ast.DictComp)
     each = table.value.generators[0].iter

@@ -376,9 +376,12 @@ def _check_flash_heads(config: Config) -> None:
         return
     if width > FLASH_WIDTH or width % FLASH_STEP:
         near = min(FLASH_WIDTH, -(-width // FLASH_STEP) * FLASH_STEP)
+        use = f"--kv-channels {near}"
+        if model.multi_latent_attention:
+            use = f"--qk-head-dim {near - model.qk_pos_emb_head_dim}"
         raise ValueError(
             f"{flag} with heads of width {width} in {config.training.precision} on a GPU: FlashAttention needs "
-            f"a multiple of {FLASH_STEP}, at most {FLASH_WIDTH}; use --kv-channels {near}, or --precision fp32"
+            f"a multiple of {FLASH_STEP}, at most {FLASH_WIDTH}; use {use}, or --precision fp32"
         )
 
 

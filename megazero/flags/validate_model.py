@@ -150,6 +150,14 @@ def _check_architecture(model: ModelConfig) -> None:
         raise ValueError(
             f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; use one of {sizes}"
         )
+    scaled = model.rope_scaling_type == "yarn" and model.rope_scaling_factor > 1
+    for name in ("beta-fast", "mscale", "mscale-all-dim"):
+        value = getattr(model, name.replace("-", "_"))
+        if value != flags()[name].default and not scaled:
+            raise ValueError(
+                f"{as_flag(name, value)} has no effect without --rope-scaling-type yarn and a --rope-scaling-factor "
+                "above 1; add them, or drop it"
+            )
     if "rotary-base" in known and not model.multi_latent_attention:
         _check_rotary(model)
 

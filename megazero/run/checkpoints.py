@@ -327,9 +327,7 @@ class CheckpointLoader:
         """Load the checkpoint `path`, on the disk, or the one `found` in memory."""
         start = time.perf_counter()
         if is_hugging_face(path):
-            with self.mesh.world.peer_errors(f"loading {path}"):
-                _, biases = self._opened(path)
-            self._load_weights(path, biases)
+            self._load_weights(path, {})
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress()
         if found is None:
@@ -369,14 +367,10 @@ class CheckpointLoader:
         return Progress(state.iteration, state.consumed_samples, state.skipped_in_a_row)
 
     def _load_weights(self, path: Path, expert_biases: Mapping[str, list[float]]) -> None:
-        """Load the weights alone, with the biases of experts; optimizer states stay fresh."""
+        """Load the weights alone, with the biases of experts, or those in `path`; optimizer states stay fresh."""
         weights = self._shards(states=False)
-        self._fill(path, weights, partial=True)
-        self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": expert_biases}, weights)
-
-    def _opened(self, path: Path) -> tuple[Callable[[Mapping[str, LocalShard]], None], dict[str, list[float]]]:
-        assert self.open_weights is not None
-        return self.open_weights(path, self.config.model)
+        biases = self._fill(path, weights, partial=True) or expert_biases
+        self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": biases}, weights)
 
     def _shards(self, states: bool) -> dict[str, LocalShard]:
         """Return weights, and `states` of those that train: moments of earlier steps would move a frozen one."""
@@ -384,17 +378,29 @@ class CheckpointLoader:
         moves = {n for n in shards if states and not any(fnmatch.fnmatchcase(n.partition(".")[2], p) for p in frozen)}
         return {name: shard for name, shard in shards.items() if name.startswith("model.") or name in moves}
 
-    def _fill(self, path: Path, shards: dict[str, LocalShard], partial: bool, found: InMemory | None = None) -> None:
+    def _fill(
+        self, path: Path, shards: dict[str, LocalShard], partial: bool, found: InMemory | None = None
+    ) -> dict[str, list[float]]:
+        """Fill shards; return the biases of experts that a Hugging Face folder has."""
+        biases: dict[str, list[float]] = {}
+
+        def fill_from_files() -> None:
+            assert self.open_weights is not None
+            fill, of_experts = self.open_weights(path, self.config.model)
+            fill(shards)
+            biases.update(of_experts)
+
         self.engine.wait()  # an all-gather of initial weights in flight would overwrite the loaded ones
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
         with self.mesh.world.peer_errors(f"loading {path}"):
             if is_hugging_face(path):
-                checkpoint.together(f"loading {path}", self.mesh.host_group, lambda: self._opened(path)[0](shards))
+                checkpoint.together(f"loading {path}", self.mesh.host_group, fill_from_files)
             elif found is not None:
                 assert self.memory is not None
                 self.memory.load(found, shards, partial=partial)
             else:
                 checkpoint.load(path, shards, self.mesh.host_group, partial=partial)
+        return biases
 
 
 def _finite(shard: LocalShard) -> bool:

@@ -54,7 +54,10 @@ PROMPTS = [[7], [7, 3, 55, 12], [60] * 9, [1, 2, 3]]
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=RINGS.get(kind, pytest.mark.slow)) for kind in KINDS])
 def test_there_and_back(kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
-    """The same logits and likeliest tokens in transformers; after an import the same bits and the next loss."""
+    """The same logits and likeliest tokens in transformers; after an import the same bits and the next loss.
+
+    So is the loss that `--load` of the folder of transformers begins with, whose routers have biases.
+    """
     model_class, options = KINDS[kind]
     draw = random.Random(0)
     write_corpus(tmp_path / "words", "<u2", [[draw.choices(range(WORDS), k=50)] for _ in range(20)])
@@ -86,12 +89,14 @@ def test_there_and_back(kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]
     assert all(torch.equal(ours[name], value) for name, value in original.items() if name.startswith("model."))
     preset = ["--preset", back / "config.toml", "--tokenizer", tokenizer, "--data-path", tmp_path / "words"]
     losses = []
-    for name, begin in (("a", [*flags, "--load", tmp_path / "run"]), ("b", [*preset, "--load", back])):
-        one = ["--finetune", "--train-iters", 1, "--global-batch-size", 4, "--log-dir", tmp_path / name]
+    of_folder = [*preset[2:], "--seq-length", LENGTH, "--load", tmp_path / "theirs"]
+    begins = {"a": [*flags, "--load", tmp_path / "run", "--finetune"], "b": [*preset, "--load", back, "--finetune"]}
+    for name, begin in (begins | {"c": of_folder}).items():
+        one = ["--train-iters", 1, "--global-batch-size", 4, "--log-dir", tmp_path / name]
         done = pretrain(*begin, *one)
         assert done.returncode == 0, done.stderr
         losses.append(metrics(tmp_path / name)[0]["loss"])
-    assert abs(losses[0] - losses[1]) < NEAR * losses[0]
+    assert max(losses) - min(losses) < NEAR * losses[0]
 
 
 @pytest.mark.parametrize(

@@ -9,34 +9,43 @@ from typing import Any
 
 from megazero.engine.options.schema import ModelConfig
 from megazero.flags.flag_names import as_flag
+from megazero.interop.huggingface.gpt_families import GPT2, GPTJ
 from megazero.interop.huggingface.model_types import (
-    EXPERT,
-    EXPERTS_HALVES,
-    HALVES,
-    HEADS,
-    KEYS_AND_VALUES,
     OUTPUT,
     QKV_BY_HEAD,
-    QKV_COLUMNS,
-    QKV_ROWS,
     SAME,
-    STACKED,
-    TRANSPOSED,
     Conversion,
-    Form,
     HuggingFaceModel,
     Options,
-    TensorNames,
 )
 from megazero.interop.huggingface.rope_scaling import LOCAL_ROTARY, PARTIAL_ROTARY, ROTARY
+from megazero.interop.huggingface.tensor_names import (
+    AFTER,
+    AROUND,
+    AROUND_GLM4,
+    ATTENTION,
+    BEFORE,
+    EXPERTS,
+    EXPERTS_IN_MEMORY,
+    GATED_MLP,
+    GLM,
+    LATENT_ATTENTION,
+    LLAMA_OUTSIDE,
+    MIXTRAL_EXPERTS,
+    PHI3_LAYERS,
+    SHARED_EXPERT,
+    SHARED_EXPERTS_LAYERS,
+    Names,
+    same_forms,
+    tensor_rows,
+    weight_and_bias,
+)
 from megazero.interop.huggingface.weight_conversions import (
     ATTENTION_MULTIPLIER,
     EXPERT_GROUPS,
     FIRST_DENSE,
     GEMMA2_SOFTCAP,
     GEMMA_SCORES,
-    GPT,
-    GPT_DROPOUT,
     HEAD_DIM,
     LATENT_HEADS,
     MLP_LAYER_TYPES,
@@ -45,7 +54,6 @@ from megazero.interop.huggingface.weight_conversions import (
     ONE_WIDTH,
     PHI3,
     QWEN_WINDOWS,
-    ROTARY_DIM,
     SHARED_EXPERTS,
     SPARSE_LAYERS,
     STARCODER2_DROPOUT,
@@ -54,115 +62,6 @@ from megazero.interop.huggingface.weight_conversions import (
     WINDOW,
     WINDOWS,
 )
-
-Names = dict[str | tuple[str, ...], tuple[Any, ...]]  # ours -> form, theirs
-
-
-def _rows(outside: dict[str, str], block: str, *inside: Names) -> tuple[TensorNames, ...]:
-    """Return the names of tensors outside and inside blocks, whose names of theirs begin with `block`."""
-    rows = [TensorNames((ours,), (theirs,)) for ours, theirs in outside.items()]
-    for names in inside:
-        for key, (form, *theirs) in names.items():
-            ours = (key,) if isinstance(key, str) else key
-            rows.append(
-                TensorNames(tuple(f"blocks.{{}}.{name}" for name in ours), tuple(block + name for name in theirs), form)
-            )
-    return tuple(rows)
-
-
-def _both(ours: str, form: Form, *theirs: str) -> Names:
-    """Return the names of a linear layer's weight and bias."""
-    return {f"{ours}.{kind}": (form, *(f"{name}.{kind}" for name in theirs)) for kind in ("weight", "bias")}
-
-
-def _same(**names: str) -> Names:
-    return {name.replace("__", "."): (SAME, theirs) for name, theirs in names.items()}
-
-
-# -- GPT-2, GPT-J
-
-
-GPT_OPTIONS = {
-    "vocab_size": "vocab_size",
-    "seq_length": "n_positions",
-    "hidden_size": "n_embd",
-    "num_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "ffn_hidden_size": "n_inner",
-    "norm_epsilon": "layer_norm_epsilon",
-    "hidden_dropout": "resid_pdrop",
-    "attention_dropout": "attn_pdrop",
-    "init_method_std": "initializer_range",
-}
-GPT_OUTSIDE = {
-    "token_embedding.weight": "transformer.wte.weight",
-    "position_embedding.weight": "transformer.wpe.weight",
-    "head.norm.weight": "transformer.ln_f.weight",
-    "head.norm.bias": "transformer.ln_f.bias",
-    "head.output.weight": OUTPUT,
-    "head.output_bias": "lm_head.bias",
-}
-GPT_REQUIRED: dict[str, tuple[Any, ...]] = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
-}
-GPT2 = HuggingFaceModel(
-    model_type="gpt2",
-    model_class="GPT2LMHeadModel",
-    architecture="gpt2",
-    prefix="transformer.",
-    tensors=_rows(
-        GPT_OUTSIDE,
-        "transformer.h.{}.",
-        _both("norm1", SAME, "ln_1"),
-        _both("attention.qkv", QKV_COLUMNS, "attn.c_attn"),
-        {
-            "attention.proj.weight": (TRANSPOSED, "attn.c_proj.weight"),
-            "attention.proj.bias": (SAME, "attn.c_proj.bias"),
-        },
-        _both("norm2", SAME, "ln_2"),
-        {
-            "mlp.up.weight": (TRANSPOSED, "mlp.c_fc.weight"),
-            "mlp.up.bias": (SAME, "mlp.c_fc.bias"),
-            "mlp.down.weight": (TRANSPOSED, "mlp.c_proj.weight"),
-            "mlp.down.bias": (SAME, "mlp.c_proj.bias"),
-        },
-    ),
-    options=GPT_OPTIONS,
-    conversions=(GPT, GPT_DROPOUT),
-    required=GPT_REQUIRED,
-    needed={},
-    buffers=(".attn.bias", ".attn.masked_bias"),
-)
-GPTJ = HuggingFaceModel(
-    model_type="gptj",
-    model_class="GPTJForCausalLM",
-    architecture="gptj",
-    prefix="transformer.",
-    tensors=_rows(
-        GPT_OUTSIDE,
-        "transformer.h.{}.",
-        _both("norm", SAME, "ln_1"),
-        {
-            "attention.query.weight": (HEADS, "attn.q_proj.weight"),
-            "attention.kv.weight": (KEYS_AND_VALUES, "attn.k_proj.weight", "attn.v_proj.weight"),
-            "attention.proj.weight": (SAME, "attn.out_proj.weight"),
-        },
-        _both("mlp.up", SAME, "mlp.fc_in"),
-        _both("mlp.down", SAME, "mlp.fc_out"),
-    ),
-    options=GPT_OPTIONS,
-    conversions=(GPT, GPT_DROPOUT, ROTARY_DIM),
-    required=GPT_REQUIRED,
-    needed={"rotary_interleaved": True},
-    buffers=(".attn.bias", ".attn.masked_bias"),
-)
-
-
-# -- Llama and its relatives
-
 
 LLAMA_OPTIONS = {
     "vocab_size": "vocab_size",
@@ -176,83 +75,6 @@ LLAMA_OPTIONS = {
     "attention_dropout": "attention_dropout",
     "init_method_std": "initializer_range",
 }
-LLAMA_OUTSIDE = {
-    "token_embedding.weight": "model.embed_tokens.weight",
-    "head.norm.weight": "model.norm.weight",
-    "head.norm.bias": "model.norm.bias",
-    "head.output.weight": OUTPUT,
-}
-BEFORE = _same(norm1__weight="input_layernorm.weight", norm2__weight="post_attention_layernorm.weight")
-AFTER = _same(
-    norm1_after__weight="post_attention_layernorm.weight", norm2_after__weight="post_feedforward_layernorm.weight"
-)
-AROUND = AFTER | _same(norm1__weight="input_layernorm.weight", norm2__weight="pre_feedforward_layernorm.weight")
-ATTENTION = {
-    **_both("attention.query", HEADS, "self_attn.q_proj"),
-    **_both("attention.kv", KEYS_AND_VALUES, "self_attn.k_proj", "self_attn.v_proj"),
-    **_same(
-        attention__query_norm__weight="self_attn.q_norm.weight",
-        attention__key_norm__weight="self_attn.k_norm.weight",
-        attention__proj__weight="self_attn.o_proj.weight",
-    ),
-}
-GATED_MLP: Names = {
-    "mlp.up.weight": (STACKED, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.down.weight": (SAME, "mlp.down_proj.weight"),
-}
-EXPERTS: Names = {
-    "mlp.router.weight": (SAME, "mlp.gate.weight"),
-    "mlp.experts.up.weight": (
-        *(EXPERT, "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
-    ),
-    "mlp.experts.down.weight": (STACKED, "mlp.experts.{expert}.down_proj.weight"),
-}
-EXPERTS_IN_MEMORY: Names = {
-    "mlp.router.weight": (SAME, "mlp.gate.weight"),
-    "mlp.experts.up.weight": (EXPERTS_HALVES, "mlp.experts.gate_up_proj"),
-    "mlp.experts.down.weight": (SAME, "mlp.experts.down_proj"),
-}
-MIXTRAL_EXPERTS: Names = {
-    "mlp.router.weight": (SAME, "block_sparse_moe.gate.weight"),
-    "mlp.experts.up.weight": (
-        *(EXPERT, "block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"),
-    ),
-    "mlp.experts.down.weight": (STACKED, "block_sparse_moe.experts.{expert}.w2.weight"),
-}
-SHARED_EXPERT: Names = {
-    "mlp.shared.up.weight": (STACKED, "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
-    "mlp.shared.down.weight": (SAME, "mlp.shared_expert.down_proj.weight"),
-    "mlp.shared_gate.weight": (SAME, "mlp.shared_expert_gate.weight"),
-}
-SHARED_EXPERTS_LAYERS: Names = {
-    "mlp.shared.up.weight": (STACKED, "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
-    "mlp.shared.down.weight": (SAME, "mlp.shared_experts.down_proj.weight"),
-}
-LATENT_ATTENTION: Names = {
-    **_same(
-        attention__query_down__weight="self_attn.q_a_proj.weight",
-        attention__query_norm__weight="self_attn.q_a_layernorm.weight",
-        attention__kv_down__weight="self_attn.kv_a_proj_with_mqa.weight",
-        attention__kv_norm__weight="self_attn.kv_a_layernorm.weight",
-        attention__proj__weight="self_attn.o_proj.weight",
-    ),
-    "attention.query.weight": (HEADS, "self_attn.q_proj.weight"),
-    "attention.query_up.weight": (HEADS, "self_attn.q_b_proj.weight"),
-    "attention.kv_up.weight": (HEADS, "self_attn.kv_b_proj.weight"),
-}
-PHI3_LAYERS: Names = {
-    ("attention.query.weight", "attention.kv.weight"): (QKV_ROWS, "self_attn.qkv_proj.weight"),
-    "attention.proj.weight": (SAME, "self_attn.o_proj.weight"),
-    "mlp.up.weight": (HALVES, "mlp.gate_up_proj.weight"),
-    "mlp.down.weight": (SAME, "mlp.down_proj.weight"),
-}
-GLM: Names = ATTENTION | {key: PHI3_LAYERS[key] for key in ("mlp.up.weight", "mlp.down.weight")}
-AROUND_GLM4 = _same(
-    norm1__weight="input_layernorm.weight",
-    norm1_after__weight="post_self_attn_layernorm.weight",
-    norm2__weight="post_attention_layernorm.weight",
-    norm2_after__weight="post_mlp_layernorm.weight",
-)
 NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
 SILU = NO_BIASES | {"hidden_act": ("silu",)}
 GEMMA_REQUIRED = NO_BIASES | {
@@ -285,7 +107,7 @@ def _llama(
         model_class=model_class,
         architecture=architecture or model_type,
         prefix="model.",
-        tensors=_rows(LLAMA_OUTSIDE, "model.layers.{}.", layers, EXPERTS_IN_MEMORY),
+        tensors=tensor_rows(LLAMA_OUTSIDE, "model.layers.{}.", layers, EXPERTS_IN_MEMORY),
         options=LLAMA_OPTIONS | (options or {}),
         conversions=conversions,
         required=required,
@@ -358,15 +180,12 @@ def _deepseek(
     )
 
 
-# -- GPT-NeoX, as Pythia
-
-
 NEOX = HuggingFaceModel(
     model_type="gpt_neox",
     model_class="GPTNeoXForCausalLM",
     architecture="gpt-neox",
     prefix="gpt_neox.",
-    tensors=_rows(
+    tensors=tensor_rows(
         {
             "token_embedding.weight": "gpt_neox.embed_in.weight",
             "head.norm.weight": "gpt_neox.final_layer_norm.weight",
@@ -374,17 +193,17 @@ NEOX = HuggingFaceModel(
             "head.output.weight": "embed_out.weight",
         },
         "gpt_neox.layers.{}.",
-        _both("norm", SAME, "input_layernorm"),
+        weight_and_bias("norm", SAME, "input_layernorm"),
         {
             (f"attention.query.{kind}", f"attention.kv.{kind}"): (QKV_BY_HEAD, f"attention.query_key_value.{kind}")
             for kind in ("weight", "bias")
         },
-        _both("attention.proj", SAME, "attention.dense"),
-        _both("mlp_norm", SAME, "post_attention_layernorm"),
-        _both("mlp.up", SAME, "mlp.dense_h_to_4h"),
-        _both("mlp.down", SAME, "mlp.dense_4h_to_h"),
+        weight_and_bias("attention.proj", SAME, "attention.dense"),
+        weight_and_bias("mlp_norm", SAME, "post_attention_layernorm"),
+        weight_and_bias("mlp.up", SAME, "mlp.dense_h_to_4h"),
+        weight_and_bias("mlp.down", SAME, "mlp.dense_4h_to_h"),
     )
-    + _rows({"head.output.weight": OUTPUT}, ""),  # as their class names it in memory, and our earlier exports
+    + tensor_rows({"head.output.weight": OUTPUT}, ""),  # as their class names it in memory, and our earlier exports
     options={name: theirs for name, theirs in LLAMA_OPTIONS.items() if name != "num_query_groups"}
     | {"norm_epsilon": "layer_norm_eps", "hidden_dropout": "hidden_dropout"},
     conversions=(PARTIAL_ROTARY,),
@@ -392,8 +211,6 @@ NEOX = HuggingFaceModel(
     needed={},
     buffers=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
 )
-
-
 MODELS = {
     model.model_type: model
     for model in (
@@ -528,8 +345,8 @@ MODELS = {
             "stablelm",
             "StableLmForCausalLM",
             PARTIAL_ROTARY,
-            layers=_both("norm1", SAME, "input_layernorm")
-            | _both("norm2", SAME, "post_attention_layernorm")
+            layers=weight_and_bias("norm1", SAME, "input_layernorm")
+            | weight_and_bias("norm2", SAME, "post_attention_layernorm")
             | ATTENTION
             | GATED_MLP,
             options={
@@ -543,12 +360,12 @@ MODELS = {
             "starcoder2",
             "Starcoder2ForCausalLM",
             *(ROTARY, WINDOW, STARCODER2_DROPOUT),
-            layers=_both("norm1", SAME, "input_layernorm")
-            | _both("norm2", SAME, "post_attention_layernorm")
+            layers=weight_and_bias("norm1", SAME, "input_layernorm")
+            | weight_and_bias("norm2", SAME, "post_attention_layernorm")
             | ATTENTION
-            | _same(attention__proj__bias="self_attn.o_proj.bias")
-            | _both("mlp.up", SAME, "mlp.c_fc")
-            | _both("mlp.down", SAME, "mlp.c_proj"),
+            | same_forms(attention__proj__bias="self_attn.o_proj.bias")
+            | weight_and_bias("mlp.up", SAME, "mlp.c_fc")
+            | weight_and_bias("mlp.down", SAME, "mlp.c_proj"),
             options={"norm_epsilon": "norm_epsilon", "hidden_dropout": "residual_dropout"},
             required={"hidden_act": ("gelu_pytorch_tanh",), "use_bias": (True,)}
             | {"mlp_type": ("default",), "norm_type": ("layer_norm",)},  # of published files; their class has neither

@@ -341,10 +341,8 @@ def test_the_name_says_the_size(name: str) -> None:
     """Within a twentieth, or rounded down to a whole billion, as some developers do."""
     said = re.fullmatch(r"[\w.]+(?:-[\w.]+)??-([\d.]+)([mbt])(?:-\w+)?", name)
     assert said
-    size, found = (
-        float(said[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[said[2]],
-        num_parameters(declare(load(name)[0].model)),
-    )
+    size = float(said[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[said[2]]
+    found = num_parameters(declare(load(name)[0].model))
     assert found == pytest.approx(size, rel=0.05) or found // 1e9 * 1e9 == size
 
 

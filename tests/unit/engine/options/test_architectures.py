@@ -79,6 +79,9 @@ def test_norms_over_all_heads_are_sharded_like_the_heads() -> None:
         assert (key.shape, (key.sharded, key.summed), key.decays) == ((2 * 20,), keys, False)
 
 
+LATENT = {"architecture": "llama", "multi_latent_attention": True}
+
+
 @for_each(
     "options, message",
     [
@@ -100,6 +103,19 @@ def test_norms_over_all_heads_are_sharded_like_the_heads() -> None:
             "--num-query-groups 4 and --tensor-model-parallel-size 6: .* use a --tensor-model-parallel-size of 1, 2, 4",
         ),
         ({"architecture": "llama", "hidden_size": 36}, "--hidden-size 36 / --num-attention-heads 12 = 3: .* even"),
+        ({"multi_latent_attention": True}, "--architecture gpt2 has no --multi-latent-attention; use one of llama"),
+        (
+            {"architecture": "llama", "v_head_dim": 12},
+            "--v-head-dim 12 has no effect without .*; add --multi-latent-attention, or drop it",
+        ),
+        (LATENT | {"kv_channels": 12}, "--kv-channels 12 has no effect with --multi-latent-attention; drop it"),
+        (LATENT | {"v_head_dim": 200}, "--v-head-dim 200 is more than .* 128 .* 64 = 192; use at most 192"),
+        (LATENT | {"qk_pos_emb_head_dim": 7}, "--qk-pos-emb-head-dim 7: .* in pairs; use .* 8"),
+        (
+            LATENT | {"mscale": 0.7},
+            "--mscale 0.7 has no effect without --rope-scaling-type yarn and .* above 1; add them",
+        ),
+        ({"architecture": "llama", "beta_fast": 16.0, "rope_scaling_type": "yarn"}, "--beta-fast 16.0 has no effect"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
@@ -126,6 +142,13 @@ def test_heads_that_flash_attention_lacks_are_refused(flags: str, width: int, ne
     for other in ("--precision fp32", "--attention-dropout 0.1", f"--kv-channels {near}"):
         check_device(parse(f"{line} {other}".split()), "cuda")
     check_device(parse(f"--architecture llama --kv-channels {width} --precision bf16".split()), "cuda")
+
+
+def test_latent_heads_that_flash_attention_lacks_are_refused() -> None:
+    line = "--architecture llama --multi-latent-attention --precision bf16 --window-size 8 --qk-head-dim"
+    with pytest.raises(ValueError, match=r"of width 190 .*; use --qk-head-dim 128, or"):
+        check_device(parse(f"{line} 126".split()), "cuda")
+    check_device(parse(f"{line} 128".split()), "cuda")
 
 
 def test_options_of_architectures_are_flags_of_the_model() -> None:

@@ -1,0 +1,132 @@
+"""Names of the tensors of transformers' models, as pieces from which the rows of `families` are made.
+
+Shapes are those of `families`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megazero.interop.huggingface.model_types import (
+    EXPERT,
+    EXPERTS_HALVES,
+    HALVES,
+    HEADS,
+    KEYS_AND_VALUES,
+    OUTPUT,
+    QKV_ROWS,
+    SAME,
+    STACKED,
+    Form,
+    TensorNames,
+)
+
+Names = dict[str | tuple[str, ...], tuple[Any, ...]]  # ours -> form, theirs
+
+
+def tensor_rows(outside: dict[str, str], block: str, *inside: Names) -> tuple[TensorNames, ...]:
+    """Return the names of tensors outside and inside blocks, whose names of theirs begin with `block`."""
+    rows = [TensorNames((ours,), (theirs,)) for ours, theirs in outside.items()]
+    for names in inside:
+        for key, (form, *theirs) in names.items():
+            ours = (key,) if isinstance(key, str) else key
+            rows.append(
+                TensorNames(tuple(f"blocks.{{}}.{name}" for name in ours), tuple(block + name for name in theirs), form)
+            )
+    return tuple(rows)
+
+
+def weight_and_bias(ours: str, form: Form, *theirs: str) -> Names:
+    """Return the names of a linear layer's weight and bias."""
+    return {f"{ours}.{kind}": (form, *(f"{name}.{kind}" for name in theirs)) for kind in ("weight", "bias")}
+
+
+def same_forms(**names: str) -> Names:
+    return {name.replace("__", "."): (SAME, theirs) for name, theirs in names.items()}
+
+
+GPT_OUTSIDE = {
+    "token_embedding.weight": "transformer.wte.weight",
+    "position_embedding.weight": "transformer.wpe.weight",
+    "head.norm.weight": "transformer.ln_f.weight",
+    "head.norm.bias": "transformer.ln_f.bias",
+    "head.output.weight": OUTPUT,
+    "head.output_bias": "lm_head.bias",
+}
+LLAMA_OUTSIDE = {
+    "token_embedding.weight": "model.embed_tokens.weight",
+    "head.norm.weight": "model.norm.weight",
+    "head.norm.bias": "model.norm.bias",
+    "head.output.weight": OUTPUT,
+}
+BEFORE = same_forms(norm1__weight="input_layernorm.weight", norm2__weight="post_attention_layernorm.weight")
+AFTER = same_forms(
+    norm1_after__weight="post_attention_layernorm.weight", norm2_after__weight="post_feedforward_layernorm.weight"
+)
+AROUND = AFTER | same_forms(norm1__weight="input_layernorm.weight", norm2__weight="pre_feedforward_layernorm.weight")
+ATTENTION = {
+    **weight_and_bias("attention.query", HEADS, "self_attn.q_proj"),
+    **weight_and_bias("attention.kv", KEYS_AND_VALUES, "self_attn.k_proj", "self_attn.v_proj"),
+    **same_forms(
+        attention__query_norm__weight="self_attn.q_norm.weight",
+        attention__key_norm__weight="self_attn.k_norm.weight",
+        attention__proj__weight="self_attn.o_proj.weight",
+    ),
+}
+GATED_MLP: Names = {
+    "mlp.up.weight": (STACKED, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.down.weight": (SAME, "mlp.down_proj.weight"),
+}
+EXPERTS: Names = {
+    "mlp.router.weight": (SAME, "mlp.gate.weight"),
+    "mlp.experts.up.weight": (
+        *(EXPERT, "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
+    ),
+    "mlp.experts.down.weight": (STACKED, "mlp.experts.{expert}.down_proj.weight"),
+}
+EXPERTS_IN_MEMORY: Names = {
+    "mlp.router.weight": (SAME, "mlp.gate.weight"),
+    "mlp.experts.up.weight": (EXPERTS_HALVES, "mlp.experts.gate_up_proj"),
+    "mlp.experts.down.weight": (SAME, "mlp.experts.down_proj"),
+}
+MIXTRAL_EXPERTS: Names = {
+    "mlp.router.weight": (SAME, "block_sparse_moe.gate.weight"),
+    "mlp.experts.up.weight": (
+        *(EXPERT, "block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"),
+    ),
+    "mlp.experts.down.weight": (STACKED, "block_sparse_moe.experts.{expert}.w2.weight"),
+}
+SHARED_EXPERT: Names = {
+    "mlp.shared.up.weight": (STACKED, "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    "mlp.shared.down.weight": (SAME, "mlp.shared_expert.down_proj.weight"),
+    "mlp.shared_gate.weight": (SAME, "mlp.shared_expert_gate.weight"),
+}
+SHARED_EXPERTS_LAYERS: Names = {
+    "mlp.shared.up.weight": (STACKED, "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    "mlp.shared.down.weight": (SAME, "mlp.shared_experts.down_proj.weight"),
+}
+LATENT_ATTENTION: Names = {
+    **same_forms(
+        attention__query_down__weight="self_attn.q_a_proj.weight",
+        attention__query_norm__weight="self_attn.q_a_layernorm.weight",
+        attention__kv_down__weight="self_attn.kv_a_proj_with_mqa.weight",
+        attention__kv_norm__weight="self_attn.kv_a_layernorm.weight",
+        attention__proj__weight="self_attn.o_proj.weight",
+    ),
+    "attention.query.weight": (HEADS, "self_attn.q_proj.weight"),
+    "attention.query_up.weight": (HEADS, "self_attn.q_b_proj.weight"),
+    "attention.kv_up.weight": (HEADS, "self_attn.kv_b_proj.weight"),
+}
+PHI3_LAYERS: Names = {
+    ("attention.query.weight", "attention.kv.weight"): (QKV_ROWS, "self_attn.qkv_proj.weight"),
+    "attention.proj.weight": (SAME, "self_attn.o_proj.weight"),
+    "mlp.up.weight": (HALVES, "mlp.gate_up_proj.weight"),
+    "mlp.down.weight": (SAME, "mlp.down_proj.weight"),
+}
+GLM: Names = ATTENTION | {key: PHI3_LAYERS[key] for key in ("mlp.up.weight", "mlp.down.weight")}
+AROUND_GLM4 = same_forms(
+    norm1__weight="input_layernorm.weight",
+    norm1_after__weight="post_self_attn_layernorm.weight",
+    norm2__weight="post_attention_layernorm.weight",
+    norm2_after__weight="post_mlp_layernorm.weight",
+)
