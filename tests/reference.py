@@ -42,20 +42,27 @@ def initial_weights(config: Config) -> dict[str, torch.Tensor]:
     return weights
 
 
-def forward(
+def forward(config: Config, w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    """ids [b, s] -> logits [b, s, v] of the next token"""
+    return all_depths(config, w, ids)[0]
+
+
+def all_depths(
     config: Config,
     w: dict[str, torch.Tensor],
     ids: torch.Tensor,
     samples: range | None = None,
     starts: torch.Tensor | None = None,
     note: Note = lambda choice: None,
-) -> torch.Tensor:
-    """ids [b, s] -> logits [b, s, v].
+    following: list[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """ids [b, s] -> logits [b, s, v] of the next token, and by the modules of multi-token prediction of those behind it.
 
     Args:
         samples: their global numbers in training, where dropout drops.
         starts: where the document of each token begins [b, s], for the flags that reset something there.
         note: gets the choices of each layer with experts, in order.
+        following: for each module the tokens that it reads [b, s]; None: no module runs.
     """
     model, s = config.model, ids.shape[1]
     places = torch.arange(s).expand(ids.shape)
@@ -75,22 +82,59 @@ def forward(
         model = replace(model, moe_expert_capacity_factor=0.0)
     blocks = parallel_block if model.traits.parallel else sequential_block
     root = model.hidden_size**0.5 if model.traits.root_embedding else 1.0
-    x = F.embedding(ids, w["token_embedding.weight"]) * root * model.embedding_multiplier
+
+
+    def embed(ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, w["token_embedding.weight"]) * root * model.embedding_multiplier
+
+    def block(i: int, prefix: str, x: torch.Tensor) -> torch.Tensor:
+        mine = {name.removeprefix(prefix): t for name, t in w.items() if name.startswith(prefix)}
+        near = places[:, :, None] - places[:, None, :] < model.window_size
+        kind = model.attention_kind(min(i, model.num_layers - 1))
+        sees = seen & near if kind == "L" else seen
+        turn = functools.partial(rotated, model, kind, position)
+        return blocks(model, mine, x, lambda p, site, x: drop(p, i, site, x), sees, turn, note)
+
+    def logits(x: torch.Tensor) -> torch.Tensor:
+        table = w.get("head.output.weight", w["token_embedding.weight"])
+        found = F.linear(x, table, w.get("head.output_bias")) / model.logits_divisor
+        return model.final_softcap * (found / model.final_softcap).tanh() if model.final_softcap else found
+
+    x = embed(ids)
     if model.traits.learned_positions:
         x = x + w["position_embedding.weight"][position]
     x = drop(model.hidden_dropout, -1, "embedding", x)
     for i in range(model.num_layers):
-        mine = {name.removeprefix(f"blocks.{i}."): t for name, t in w.items() if name.startswith(f"blocks.{i}.")}
-        near = places[:, :, None] - places[:, None, :] < model.window_size
-        sees = seen & near if model.attention_kind(i) == "L" else seen
-        turn = functools.partial(rotated, model, model.attention_kind(i), position)
-        x = blocks(model, mine, x, lambda p, site, x, i=i: drop(p, i, site, x), sees, turn, note)
+        x = block(i, f"blocks.{i}.", x)
     x = norm(model, w, "head.norm", x)
-    table = w.get("head.output.weight", w["token_embedding.weight"])
-    logits = F.linear(x, table, w.get("head.output_bias")) / model.logits_divisor
-    if model.final_softcap:
-        logits = model.final_softcap * (logits / model.final_softcap).tanh()
-    return logits
+    found = [logits(x)]
+    for k, tokens in enumerate(following or []):
+        at = f"head.mtp.{k}"
+        both = [norm(model, w, f"{at}.token_norm", embed(tokens)), norm(model, w, f"{at}.state_norm", x)]
+        x = block(model.num_layers + k, f"{at}.block.", linear(w, f"{at}.projection", torch.cat(both, -1)))
+        x = norm(model, w, f"{at}.norm", x)
+        found.append(logits(x))
+    return found
+
+
+def targets_ahead(
+    depth: int, labels: torch.Tensor, mask: torch.Tensor, starts: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the tokens that the module of a depth reads and predicts, and which targets count [b, s], one by one.
+
+    At depth k, the token at i reads the one at i + k and predicts that at i + k + 1, if that of i + k is in its
+    document. Behind the sample it reads token 0.
+    """
+    (b, s), made = labels.shape, [torch.zeros_like(labels), torch.zeros_like(labels), torch.zeros_like(mask)]
+    for row in range(b):
+        for i in range(s - depth + 1):
+            made[0][row, i] = labels[row, i + depth - 1]
+            if i + depth == s:
+                break
+            made[1][row, i] = labels[row, i + depth]
+            same = starts is None or starts[row, i + depth] == starts[row, i]
+            made[2][row, i] = mask[row, i + depth] if same else 0.0
+    return made[0], made[1], made[2]
 
 
 class Choice(NamedTuple):
@@ -363,6 +407,7 @@ NUMBERING = {  # end of a weight's name -> the dims that number its matrices
     "attention.kv_down.weight": (),
     "attention.kv_up.weight": (),
     "proj.weight": (),
+    "projection.weight": (),
     "experts.up.weight": (0, 1),
     "experts.down.weight": (0,),
     "up.weight": (0,),
@@ -431,10 +476,12 @@ def train(
     batches: list[Batch],
     tell: Callable[[torch.Tensor], None] = lambda losses: None,
     tell_balance: Callable[[Balance], None] = lambda balance: None,
+    tell_ahead: Callable[[list[float]], None] = lambda losses: None,
 ) -> tuple[list, list]:
     """losses and gradient norms over global batches of (ids, labels, loss mask, where documents begin).
 
-    `tell` gets each batch's losses of targets [B, s], 0 where none counts; `tell_balance` that of its experts.
+    `tell` gets each batch's losses of targets [B, s], 0 where none counts; `tell_balance` that of its experts;
+    `tell_ahead` the loss of each module of multi-token prediction.
     """
     o = config.optimizer
     w = initial_weights(config)
@@ -457,13 +504,23 @@ def train(
     losses, norms = [], []
     for step, (ids, labels, mask, starts) in enumerate(batches):
         choices: list[Choice] = []
-        logits = forward(config, w, ids, range(step * len(ids), (step + 1) * len(ids)), starts, choices.append)
-        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-        loss = (each * mask.flatten()).sum() / mask.sum()
-        tell((each.detach() * mask.flatten()).view_as(mask))
+        ahead = [targets_ahead(1 + k, labels, mask, starts) for k in range(config.model.mtp_num_layers)]
+        samples = range(step * len(ids), (step + 1) * len(ids))
+        found = all_depths(config, w, ids, samples, starts, choices.append, [tokens for tokens, *_ in ahead])
+        every = [
+            F.cross_entropy(logits.flatten(0, 1), at.flatten(), reduction="none") * counts.flatten()
+            for logits, (at, counts) in zip(found, [(labels, mask), *(each[1:] for each in ahead)], strict=True)
+        ]
+        loss, *others = (
+            each.sum() / counts.sum().clamp(min=1) for each, counts in zip(every, [mask, *(a[2] for a in ahead)], strict=True)
+        )
+        tell(every[0].detach().view_as(mask))
+        tell_ahead([each.item() for each in others])
         for weight in trained.values():
             weight.grad = None
         objective, weight = loss, mask.double().sum(1) / mask.double().sum()
+        if others:
+            objective = objective + config.model.mtp_loss_scaling_factor / len(others) * sum(others)
         for choice in choices:
             aux, z = sample_losses(choice)
             objective = objective + weight.to(aux.dtype) @ (

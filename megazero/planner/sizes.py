@@ -112,6 +112,7 @@ class LayerSizes(NamedTuple):
     saved_input: int  # bytes of the layer's input, if autograd saves it
     tables: dict[Hashable, int]  # bytes of each table that is allocated at startup; layers share equal tables
     routes: int = 0  # bytes of the choices of experts, held from Forward to Recompute
+    freed: int = 0  # bytes that autograd saves in the forward and frees before its end: multi-token prediction
 
     def kept(self, own_input: bool) -> int:
         """Return the bytes that autograd saves in a forward."""
@@ -357,7 +358,8 @@ class StepSizes:
     def agreed(self) -> tuple[Moved, ...]:
         """Return the all-reduces of a step outside its program: of counts of targets, of losses and of routers."""
         model = self.config.model
-        found = agreement("data", "data", "pp", numbers=self.config.data.named_corpora)
+        depths = model.mtp_num_layers if self.config.trains else 0
+        found = agreement("data", "data", "pp", numbers=self.config.data.named_corpora + depths)
         if layers := len(model.expert_layers):
             found += agreement("data", "tp", "pp", numbers=layers * (model.num_experts + ROUTER_SUMS))
         return found

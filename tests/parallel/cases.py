@@ -80,6 +80,8 @@ NAMED = {
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_expert_capacity_factor",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
 }
 
 
@@ -279,6 +281,7 @@ class Outcome(NamedTuple):
     memory: list[dict[str, int]]
     by_corpus: list[tuple[float | None, ...]]
     experts: list[ExpertLoads | None]
+    ahead: list[tuple[float, ...]]  # losses of the modules of multi-token prediction
 
 
 def new_engine(rank: int, case: Case) -> Engine:
@@ -303,7 +306,7 @@ def train_on(
 ) -> Outcome:
     """Train a few steps on a mesh of the case's layout."""
     engine = Engine(case.config(), mesh, case.corpora)
-    outcome = Outcome([], [], [], [], [], [])
+    outcome = Outcome([], [], [], [], [], [], [])
     before = mesh.sent()
     for step in range(steps):
         batches = micro_batches(case, mesh, step)
@@ -316,5 +319,6 @@ def train_on(
         outcome.memory.append(engine.memory_bytes(result))
         outcome.by_corpus.append(result.loss_by_corpus)
         outcome.experts.append(result.experts)
+        outcome.ahead.append(result.mtp_losses)
         before = after
     return outcome

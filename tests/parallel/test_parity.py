@@ -8,6 +8,7 @@ The same runs show that memory and traffic, counted on every rank, are those of 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import pytest
@@ -87,13 +88,23 @@ def expected_balance(case: Case) -> list[reference.Balance]:
     return _expected(*model_of(case))[2]
 
 
+def expected_ahead(case: Case) -> list[list[float]]:
+    """Return the losses of the modules of multi-token prediction in plain PyTorch in fp64."""
+    return _expected(*model_of(case))[3]
+
+
 @functools.cache
 def _expected(
     model: ModelConfig, frozen: tuple[str, ...], batch: int, reset: str, targets: str, optimizer: str, moments: str
-) -> tuple[list[float], list[float], list[reference.Balance]]:
-    case, balance = Case(model=model, frozen=frozen, batch=batch, micro_batches=1, reset=reset, targets=targets), []
+) -> tuple[list[float], list[float], list[reference.Balance], list[list[float]]]:
+    case = Case(model=model, frozen=frozen, batch=batch, micro_batches=1, reset=reset, targets=targets)
+    balance: list[reference.Balance] = []
+    ahead: list[list[float]] = []
     case = fp64(case)._replace(optimizer=optimizer, moments=moments)
-    return *reference.train(case.config(), reference_batches(case), tell_balance=balance.append), balance
+    found = reference.train(
+        case.config(), reference_batches(case), tell_balance=balance.append, tell_ahead=ahead.append
+    )
+    return *found, balance, ahead
 
 
 def tolerance(case: Case) -> float:
@@ -105,6 +116,16 @@ def relative_error(found: list[float], wanted: list[float]) -> float:
     assert len(found) == len(wanted)
     a, b = torch.tensor(found, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64)
     return float(((a - b) / b).abs().max())
+
+
+def check_ahead(case: Case, outcomes: list[Outcome]) -> None:
+    """Compare the losses of multi-token prediction; one without targets is NaN here, and 0 there."""
+    for outcome in outcomes:
+        for found, wanted in zip(outcome.ahead, expected_ahead(case), strict=True):
+            assert len(found) == case.model.mtp_num_layers
+            counted = [(a, b) for a, b in zip(found, wanted, strict=True) if b]
+            assert not counted or relative_error(*map(list, zip(*counted, strict=True))) < tolerance(case)
+            assert all(math.isnan(a) for a, b in zip(found, wanted, strict=True) if not b)
 
 
 def check_balance(case: Case, outcomes: list[Outcome]) -> None:
@@ -165,6 +186,7 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
     for outcome in outcomes:
         assert relative_error(outcome.losses, losses) < tolerance(case)
         assert relative_error(outcome.norms, norms) < tolerance(case)
+    check_ahead(case, outcomes)
     check_balance(case, outcomes)
     check_bytes(case, outcomes)
 

@@ -19,7 +19,8 @@ from megazero.engine.model.block import BLOCK_CLASSES
 from megazero.engine.model.layers.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream
 from megazero.engine.model.layers.embedding import PositionEmbedding
 from megazero.engine.model.layers.layer import Layer
-from megazero.engine.model.layers.norm import NORMS
+from megazero.engine.model.prediction import Depths, Prediction
+from megazero.engine.model.layers.norm import NORMS, Norm
 from megazero.engine.model.layers.vocabulary import Output, VocabularyTable
 from megazero.engine.model.layers.weight import Weight, named_weights
 from megazero.engine.options.schema import ModelConfig
@@ -49,26 +50,35 @@ class TokenEmbedding(VocabularyTable, Layer):
 
 
 class Head(Layer):
-    """Final norm, then loss or logits. The output matrix is its own or, if tied, the token table."""
+    """Final norm, then loss or logits. The output matrix is its own or, if tied, the token table.
+
+    Modules of multi-token prediction are parts of it, and read the token table: `engine.model.prediction`.
+    """
 
     use, end = Use.HEAD, End.LAST
 
-    def __init__(self, model: ModelConfig, norm: nn.Module, tied: VocabularyTable | None, context: Context) -> None:
+    def __init__(self, model: ModelConfig, norm: Norm, tokens: VocabularyTable | None, context: Context) -> None:
+        """tokens: the token table, if the head reads it."""
         super().__init__()
         self.norm = norm
-        self.output = VocabularyTable(model, context) if tied is None else None
-        self.reads = () if tied is None else (TOKEN_EMBEDDING,)
+        self.output = VocabularyTable(model, context) if model.untie_embeddings else None
+        self.reads = () if tokens is None else (TOKEN_EMBEDDING,)
         has_bias = "logits" in model.traits.biases
         self.output_bias = context.weight(model.vocab_size, sharded={0: "tp"}, pads=True) if has_bias else None
         to_logits = LogitMap(1 / model.logits_divisor, model.final_softcap)
-        table = tied or self.output
+        table = self.output or tokens
         assert table is not None
-        # a tuple, so that nn.Module does not register the tied table: it is a unit of its own
+        # tuples, so that nn.Module does not register the token table: it is a unit of its own
         self.vocabulary = Output(table, self.output_bias, to_logits)
+        numbers = range(model.num_layers, model.num_layers + model.mtp_num_layers)
+        self.mtp = nn.ModuleList(Prediction(model, number, context) for number in numbers)
+        self.depths = Depths(norm, self.vocabulary, tokens, tuple(self.mtp)) if tokens and self.mtp else None
 
     def compute(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
-        """x [T', h] -> per sample the sum of weights x cross-entropy in nats, [b] fp64."""
+        """x [T', h] -> per sample the sum of weights x cross-entropy in nats, [b] fp64; in training of each depth."""
         assert x is not None
+        if self.depths is not None and batch.ahead:
+            return self.depths.losses(x, batch)
         return self.vocabulary.loss(x, self.norm, batch.labels, batch.loss_mask, batch.seed)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,22 +103,22 @@ class Stage(nn.Module):
         """Build layers without memory.
 
         Args:
-            names: of the layers, in the order of the forward pass. A tied head adds the token table.
+            names: of the layers, in the order of the forward pass. A head that reads the token table adds it.
             frozen: patterns of the names of weights that do not train.
         """
         super().__init__()
         assert model.vocab_size > 0, "the vocabulary size is not resolved yet"
         names = list(names)
         self.stream = context.stream
-        tied = not model.untie_embeddings and HEAD in names
-        self.token_embedding = TokenEmbedding(model, context) if tied or TOKEN_EMBEDDING in names else None
+        reads = HEAD in names and (not model.untie_embeddings or model.mtp_num_layers > 0)
+        self.token_embedding = TokenEmbedding(model, context) if reads or TOKEN_EMBEDDING in names else None
         self.position_embedding = PositionEmbedding(model, context) if POSITION_EMBEDDING in names else None
         self.blocks = nn.ModuleDict()
         for number in (name.removeprefix(BLOCKS) for name in names if name.startswith(BLOCKS)):
             self.blocks[number] = BLOCK_CLASSES[model.architecture](model, int(number), context)
-        table = self.token_embedding if tied else None
+        table = self.token_embedding if reads else None
         self.head = Head(model, NORMS[model.traits.norm](model, context), table, context) if HEAD in names else None
-        self.layers = tuple(dict.fromkeys([TOKEN_EMBEDDING] if tied else []) | dict.fromkeys(names))
+        self.layers = tuple(dict.fromkeys([TOKEN_EMBEDDING] if reads else []) | dict.fromkeys(names))
         self.units: dict[str, list[Weight]] = {}
         for name in self.layers:
             self.units[name] = []

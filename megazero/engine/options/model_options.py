@@ -188,6 +188,12 @@ class ModelConfig:
     --reset-attention-mask too, so no layout or batch changes the model. Evaluation, generation and exported models drop
     nothing. 1 to 2 is usual; 0: no limit."""
 
+    mtp_num_layers: Annotated[int, Bounds(0, 64, "published models have 1 to 3")] = 0
+    """Multi-token prediction, as in DeepSeek-V3: this many modules, each with a block like the last one, which predict
+    one token further ahead each. Losses are logged as mtp_losses. 0: none."""
+    mtp_loss_scaling_factor: Annotated[float, Bounds(0, 1e6, LARGE)] = 0.1
+    """Factor of the mean loss of the modules of --mtp-num-layers. DeepSeek-V3 had 0.3, later 0.1."""
+
     @property
     def traits(self) -> ArchitectureTraits:
         return ARCHITECTURES[self.architecture]
@@ -212,13 +218,17 @@ class ModelConfig:
         return self.num_experts > 0 and self._gets_experts(number)
 
     def _gets_experts(self, number: int) -> bool:
-        pattern = self.moe_layer_freq
+        pattern, number = self.moe_layer_freq, self._like(number)
         return number % int(pattern) == 0 if pattern.isdecimal() else pattern[number % len(pattern)] == "E"
 
     @property
     def expert_layers(self) -> list[int]:
-        """The layers with experts."""
-        return [number for number in range(self.num_layers) if self.has_experts(number)]
+        """The layers with experts, in modules of --mtp-num-layers too: they are numbered behind the others."""
+        return [number for number in range(self.num_layers + self.mtp_num_layers) if self.has_experts(number)]
+
+    def _like(self, number: int) -> int:
+        """Return the number of the layer of the same kind: the last one's, for a module of --mtp-num-layers."""
+        return min(number, self.num_layers - 1)
 
     @property
     def head_dim(self) -> int:
@@ -251,7 +261,7 @@ class ModelConfig:
     def attention_kind(self, number: int) -> str:
         """Return the kind of attention of a layer: L local, G global, N global without rotary positions."""
         pattern = self.layer_pattern
-        return pattern[number % len(pattern)] if pattern else "GL"[self.window_size > 0]
+        return pattern[self._like(number) % len(pattern)] if pattern else "GL"[self.window_size > 0]
 
     @property
     def attention_kinds(self) -> str:

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from megazero.engine.memory.upload import upload
 from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.documents import Documents
-from megazero.engine.model.layers.context import DeviceBatch, MicroBatchInfo, ResidualStream
+from megazero.engine.model.layers.context import Ahead, DeviceBatch, MicroBatchInfo, ResidualStream
 from megazero.engine.model.scores import Scores
 from megazero.engine.options.schema import Config, DataConfig
 from megazero.engine.plan.layout.dealing import Deal, deal_samples, dealt_multiple
@@ -33,12 +34,27 @@ class MicroBatch(NamedTuple):
     document_starts: torch.Tensor | None = None
     corpora: tuple[int, ...] = ()  # number of each sample's corpus; empty: one corpus
 
+    def ahead(self, depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ids, labels and loss mask [b, s] of a prediction `depth` tokens further ahead.
+
+        Behind the end of the sample, and behind that of a token's document, no target counts.
+        """
+        ids, labels, mask = (
+            F.pad(x[:, depth - back :], (0, depth - back))
+            for x, back in ((self.labels, 1), (self.labels, 0), (self.loss_mask, 0))
+        )
+        if self.document_starts is not None:
+            starts = F.pad(self.document_starts[:, depth:], (0, depth))
+            mask = mask * (starts == self.document_starts)
+        return ids, labels, mask
+
 
 class Uploaded(NamedTuple):
     """A rank's micro-batches of a step, on the device."""
 
     micro_batches: list[DeviceBatch]
-    targets: torch.Tensor  # number of unmasked targets per corpus, counted on the host: [num_corpora] fp64
+    # number of unmasked targets per corpus, then at each depth of multi-token prediction: [num_corpora + D] fp64
+    targets: torch.Tensor
     corpora: torch.Tensor  # number of each sample's corpus, [M b] int64
     work: list[tuple[int, ...]]  # micro-batch -> pairs of query and key of each context-parallel rank; empty: one rank
 
@@ -87,38 +103,42 @@ def upload_step(
     training: bool,
     num_corpora: int,
     by_sample: bool,
+    depths: int = 0,
 ) -> Uploaded:
     """Copy this rank's part of a step's micro-batches to the device in one asynchronous copy.
 
     Args:
         by_sample: also the number of targets of each sample.
+        depths: of multi-token prediction. Tokens are shifted before they are dealt.
     """
     assert batches, "no micro-batch"
     numbers = [number for batch in batches for number in batch.corpora or (0,) * len(batch.samples)]
-    of_sample, counts, host, works, made = torch.tensor(numbers), [], [], [], []
+    of_sample, host, works, made = torch.tensor(numbers), [], [], []
+    counts: list[list[torch.Tensor]] = [[] for _ in range(1 + depths)]
     for batch in batches:
         found, dealt = _documents(batch), None
-        parts: tuple[torch.Tensor, ...] = (batch.ids, batch.labels, batch.loss_mask)
+        triples = [(batch.ids, batch.labels, batch.loss_mask), *(batch.ahead(1 + k) for k in range(depths))]
         if dealer.ranks > 1:
             spans = found.spans if found is not None and data.reset_attention_mask else ()
             firsts = tuple(tuple(span.first for span in spans if span.sample == i) for i in range(len(batch.samples)))
             dealt, work = dealer.deal(batch.ids.shape[1], firsts)
             works.append(work)
-            parts = tuple(part.gather(1, dealt.indices) for part in parts)
-        counts.append(parts[2].sum(-1, dtype=torch.float64))
+            triples = [tuple(part.gather(1, dealt.indices) for part in triple) for triple in triples]
+        for count, (_, _, mask) in zip(counts, triples, strict=True):
+            count.append(mask.sum(-1, dtype=torch.float64))
         host += [
-            *parts,
+            *(part for triple in triples for part in triple),
             *([found.starts, found.bounds] if found else []),
             *([dealt.indices, dealt.rows] if dealt else []),
             *([batch.loss_mask.sum(-1, dtype=torch.float64)] if by_sample else []),
         ]
         made.append((batch, found, dealt))
-    targets, corpora, *there = upload(
-        [sum_by_corpus(torch.cat(counts), of_sample, num_corpora), of_sample, *host], device
-    )
+    of_corpora, *of_depths = map(torch.cat, counts)
+    targets = torch.stack([*sum_by_corpus(of_corpora, of_sample, num_corpora), *(each.sum() for each in of_depths)])
+    targets, corpora, *there = upload([targets, of_sample, *host], device)
     micro_batches, arrived = [], iter(there)
     for batch, found, dealt in made:
-        ids, labels, mask = next(arrived), next(arrived), next(arrived)
+        (ids, labels, mask), *ahead = ((next(arrived), next(arrived), next(arrived)) for _ in range(1 + depths))
         if found is not None:
             found = replace(found, starts=next(arrived), bounds=next(arrived))
         if dealt is not None:
@@ -134,7 +154,12 @@ def upload_step(
         )
         micro_batches.append(
             DeviceBatch(
-                ids=ids, labels=labels, loss_mask=mask, tokens=info, targets=next(arrived) if by_sample else None
+                ids=ids,
+                labels=labels,
+                loss_mask=mask,
+                tokens=info,
+                targets=next(arrived) if by_sample else None,
+                ahead=tuple(Ahead(*triple) for triple in ahead),
             )
         )
     return Uploaded(micro_batches, targets, corpora, works)

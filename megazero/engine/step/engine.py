@@ -57,6 +57,7 @@ class StepResult(NamedTuple):
     imbalance: float | None = None  # None without context parallelism; see `engine.plan.layout.dealing`
     loss_by_corpus: tuple[float | None, ...] = ()  # None: no target of the corpus counts; empty: one corpus
     experts: ExpertLoads | None = None  # None: the model has no experts
+    mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction, nats per target
 
 
 class Computed(NamedTuple):
@@ -64,10 +65,11 @@ class Computed(NamedTuple):
 
     targets_by_corpus: list[float]
     loss_sums: list[float]  # sum of the losses of a corpus' targets
+    mtp_losses: tuple[float, ...]  # see `StepResult`
     norm: float
     choices: torch.Tensor  # statistics of the routers, see `Routers.summed`
     routed: list[float]  # the same on the host
-    seed_gradient: torch.Tensor
+    seeds: torch.Tensor  # d objective / d loss of each depth, [1 + D] fp64
 
     @property
     def targets(self) -> float:
@@ -208,25 +210,32 @@ class Engine:
             imbalance=uploaded.imbalance,
             loss_by_corpus=found.means if self.num_corpora > 1 else (),
             experts=self.routers.read(found.routed, found.targets),
+            mtp_losses=found.mtp_losses,
         )
 
     def _compute_gradients(self, step: Program, uploaded: Uploaded, factor: float) -> Computed:
         """Compute the step's gradients, multiplied by `factor`, and read their numbers: see Note [one wait]."""
         counted = self._count_targets(uploaded.targets)
+        model, corpora = self.config.model, self.num_corpora
+        by_depth = torch.stack([counted[:corpora].sum(), *counted[corpora:]])
+        seeds = torch.full_like(by_depth, factor)
+        if model.mtp_num_layers:
+            seeds[1:] *= model.mtp_loss_scaling_factor / model.mtp_num_layers
         # `scalar / tensor` multiplies by a rounded reciprocal; div_ rounds once
-        seed_gradient = torch.full_like(counted[0], factor).div_(counted.sum().clamp(min=1))
-        losses = self._run(step, uploaded, seed_gradient)
+        seeds.div_(by_depth.clamp(min=1))
+        losses = self._run(step, uploaded, seeds)
         choices = self.routers.summed(self.mesh)
         targets, sums, [square_sum], routed = self._read(
             counted, self._global_losses(losses, uploaded), self.interpreter.square_sum[None], choices
         )
         return Computed(
-            targets_by_corpus=targets,
-            loss_sums=sums,
+            targets_by_corpus=targets[:corpora],
+            loss_sums=sums[:corpora],
+            mtp_losses=tuple(x / n if n else math.nan for x, n in zip(sums[corpora:], targets[corpora:], strict=True)),
             norm=math.sqrt(square_sum) / factor,
             choices=choices,
             routed=routed,
-            seed_gradient=seed_gradient,
+            seeds=seeds,
         )
 
     def _update(self, step: Program, found: Computed, lr: float, factor: float) -> None:
@@ -242,7 +251,7 @@ class Engine:
         reason = self._first_nonfinite() if found.targets else "no target counts in this batch"
         self.zero.discard_gradients()
         if found.targets and (self.scale is None or not math.isfinite(found.loss)):  # not an ordinary fp16 overflow
-            reason = f"{self._first_bad_result(step, batches, uploaded, found.seed_gradient)}; {reason}"
+            reason = f"{self._first_bad_result(step, batches, uploaded, found.seeds)}; {reason}"
         return reason
 
     def _parts(self, batches: Sequence[MicroBatch], samples: int) -> int:
@@ -281,13 +290,13 @@ class Engine:
         return f"the gradient of {names[at]} is not finite on rank {rank}" if at < len(names) else "a sum of gradients"
 
     def _first_bad_result(
-        self, step: Program, batches: Sequence[MicroBatch], uploaded: Uploaded, seed_gradient: torch.Tensor
+        self, step: Program, batches: Sequence[MicroBatch], uploaded: Uploaded, seeds: torch.Tensor
     ) -> str:
         """Repeat the step's gradients and name the first result that is not finite. All ranks call this."""
         inspector, observe = Inspector(self.interpreter, self.layers), self.interpreter.observe
         self.interpreter.observe = inspector
         try:
-            self._run(step, uploaded, seed_gradient)
+            self._run(step, uploaded, seeds)
         finally:
             self.interpreter.observe = observe
             self.zero.discard_gradients()
@@ -339,6 +348,7 @@ class Engine:
             training=training,
             num_corpora=self.num_corpora,
             by_sample=training and self.config.model.num_experts > 0,
+            depths=self.config.model.mtp_num_layers if training else 0,
         )
 
     def _read(self, *tensors: torch.Tensor) -> list[list[float]]:
@@ -350,33 +360,35 @@ class Engine:
         self,
         step: Program,
         uploaded: Uploaded,
-        seed_gradient: torch.Tensor | None = None,
+        seeds: torch.Tensor | None = None,
         head: Compute | None = None,
     ) -> dict[int, torch.Tensor]:
         micro_batches = uploaded.micro_batches
-        if seed_gradient is not None:
-            micro_batches = [each.seeded(seed_gradient) for each in micro_batches]
+        if seeds is not None:
+            micro_batches = [each.seeded(seeds) for each in micro_batches]
         with self._explained(step):
-            return self.interpreter.run(step, micro_batches, seed_gradient, head)
+            return self.interpreter.run(step, micro_batches, None if seeds is None else seeds[0], head)
 
     def wait(self) -> None:
         """Wait for all outstanding collectives; call before shutdown."""
         self.interpreter.wait_all()
 
     def _count_targets(self, own: torch.Tensor) -> torch.Tensor:
-        """Sum the ranks' unmasked targets per corpus, [num_corpora]. Loss and gradients are divided by their sum."""
+        """Sum the ranks' unmasked targets, [num_corpora + depths]. Loss and gradients are divided by their sum."""
         return self.mesh.control_sum(own, self.mesh.data)
 
     def _global_losses(self, losses: Mapping[int, torch.Tensor], uploaded: Uploaded) -> torch.Tensor:
-        """Sum losses per corpus over the ranks of `data` and send them to all stages: [num_corpora].
+        """Sum losses as `Uploaded.targets` over the ranks of `data`, and send them to all stages.
 
         Args:
-            losses: micro-batch -> its samples' losses, [b]; empty except on the last stage.
+            losses: micro-batch -> its samples' losses, by depth, [(1 + D) b]; empty except on the last stage.
         """
-        sums = torch.zeros(self.num_corpora, dtype=torch.float64, device=self.mesh.device)
+        sums = torch.zeros_like(uploaded.targets)
         if losses:
-            each = torch.cat([losses[i] for i in range(len(uploaded.micro_batches))])
-            sums = sum_by_corpus(each, uploaded.corpora, self.num_corpora)
+            depths = 1 + len(sums) - self.num_corpora
+            found = torch.cat([losses[i].view(depths, -1) for i in range(len(uploaded.micro_batches))], 1)
+            of_corpora = sum_by_corpus(found[0], uploaded.corpora, self.num_corpora)
+            sums = torch.cat([of_corpora, found[1:].sum(1)])
         return self.mesh.control_sum(sums, self.mesh.data, self.mesh.pp)
 
     # -- state

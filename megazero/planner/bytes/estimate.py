@@ -323,7 +323,10 @@ class _Walk:
             self._save(op, layer.kept(own_input=True))
         if layer.routes and self.spec.recomputes(self.spec.layers[op.layer]):
             self.allocations["routes", op.key] = self.tracker.allocate("activation_checkpoints", layer.routes)
+        freed = layer.freed if op.graph else 0
+        self.activations.add(freed)
         self.tracker.allocate("logits", layer.logits).end()
+        self.activations.add(-freed)
 
     def _recompute(self, op: Recompute) -> None:
         self.allocations.pop(("routes", op.key), None)

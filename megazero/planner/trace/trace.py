@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.context import (
     DTYPES,
+    Ahead,
     Context,
     DeviceBatch,
     MicroBatchInfo,
@@ -276,12 +278,14 @@ class Traced:
         )
         if self.dealt is not None:
             ids = torch.zeros_like(self.dealt.indices)
-        self.batch = DeviceBatch(ids, ids, ids.float(), tokens)
-        numbers = torch.zeros(kind.micro_batch_size + 1, dtype=torch.float64, device=device)
+        depths = model.mtp_num_layers if kind.trains else 0
+        ahead = (Ahead(ids, ids, ids.float()),) * depths
+        self.batch = DeviceBatch(ids, ids, ids.float(), tokens, ahead=ahead)
+        numbers = torch.zeros(kind.micro_batch_size + 1 + depths, dtype=torch.float64, device=device)
         if model.num_experts:
-            self.batch = self.batch._replace(targets=numbers[1:])
+            self.batch = self.batch._replace(targets=numbers[1 + depths :])
         if kind.trains:
-            self.batch = self.batch.seeded(numbers[0])
+            self.batch = self.batch.seeded(numbers[: 1 + depths])
 
     def take_sent(self) -> Counter[str]:
         """Return axis -> bytes sent since the last call."""
@@ -299,7 +303,7 @@ class Traced:
     def constants(self) -> set[int]:
         """Return the storages that exist before the layer runs."""
         found = [weight.data for unit in self.stage.units.values() for weight in unit]
-        found += [t for t in self.batch if isinstance(t, torch.Tensor)]
+        found += [t for part in (self.batch, *self.batch.ahead) for t in part if isinstance(t, torch.Tensor)]
         found += [self.documents.starts, self.documents.positions, self.documents.bounds]
         if self.dealt is not None:
             found += [self.dealt.indices, self.dealt.rows]
@@ -311,6 +315,35 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
+class _Holder:
+    """What autograd holds in place of a saved tensor, until it frees the graph."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Saved:
+    """The storages of the tensors that autograd saves in a forward.
+
+    Attributes:
+        tensors: storage -> a tensor of it, so that its number is not reused.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._holders: list[tuple[int, weakref.ref[_Holder]]] = []
+
+    def keep(self, tensor: torch.Tensor) -> _Holder:
+        number, holder = _storage(tensor), _Holder(tensor)
+        self.tensors.setdefault(number, tensor.detach())
+        self._holders.append((number, weakref.ref(holder)))
+        return holder
+
+    def alive(self) -> set[int]:
+        """Return the storages that a graph still holds."""
+        return {number for number, holder in self._holders if holder() is not None}
+
+
 @functools.lru_cache(maxsize=1024)
 def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
     """Run a layer of this kind forward, backward and, with full recompute, forward again."""
@@ -319,16 +352,11 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
         gradients = _Gradients(grad_dtype, add, at_once, recorder.differences)
         traced = Traced(kind, device, recorder, gradients)
         tables = dict(traced.context.table_bytes)
-        saved: dict[int, torch.Tensor] = {}  # keep a tensor of each storage, so that its number is not reused
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            saved.setdefault(_storage(tensor), tensor.detach())
-            return tensor
-
-        x = traced.input()
+        saved, x = _Saved(), traced.input()
         with recorder:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda holder: holder.tensor):
                 y = traced.compute(x, traced.batch, True)
+            alive = saved.alive()
             forward, sent_forward = recorder.take(), traced.take_sent()
             logits = traced.tracker.peak["logits"]
             dy = torch.empty_like(y)
@@ -348,17 +376,18 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
                 recorder.take(), traced.take_sent()
                 traced.compute(again, traced.batch, False)
                 recompute = recorder.take()
-        saved_input = saved.pop(_storage(x), None)
-        constants = traced.constants()
-        kept = [t.untyped_storage().nbytes() for number, t in saved.items() if number not in constants]
+        saved_input = x.untyped_storage().nbytes() if _storage(x) in alive else 0
+        others = saved.tensors.keys() - traced.constants() - {_storage(x)}
+        num_bytes = {number: saved.tensors[number].untyped_storage().nbytes() for number in others}
         sizes = LayerSizes(
             forward=sent_forward,
             recompute=traced.take_sent(),
             backward=sent_backward,
             logits=logits,
             queued=kept_bytes(write for _, write in gradients.taken),
-            saved=tuple(sorted(kept)),
-            saved_input=0 if saved_input is None else saved_input.untyped_storage().nbytes(),
+            saved=tuple(sorted(num_bytes[number] for number in others & alive)),
+            saved_input=saved_input,
+            freed=sum(num_bytes[number] for number in others - alive),
             tables=tables,
             routes=routes,
         )

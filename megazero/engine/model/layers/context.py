@@ -278,6 +278,15 @@ class MicroBatchInfo(NamedTuple):
         return self.rows if self.training else None
 
 
+class Ahead(NamedTuple):
+    """What a micro-batch's tokens predict at one depth of multi-token prediction: k tokens further ahead."""
+
+    ids: torch.Tensor  # [b, t] int64: the token k places behind each
+    labels: torch.Tensor  # [b, t] int64: the token behind that one
+    loss_mask: torch.Tensor  # [b, t] fp32, 1 where the target counts
+    seed: torch.Tensor | None = None  # as `DeviceBatch.seed`
+
+
 class DeviceBatch(NamedTuple):
     """A micro-batch on this rank's device, as layers read it."""
 
@@ -287,8 +296,11 @@ class DeviceBatch(NamedTuple):
     tokens: MicroBatchInfo
     targets: torch.Tensor | None = None  # number of targets of each whole sample, [b] fp64; None without experts
     seed: torch.Tensor | None = None  # d objective / d loss, a scalar in fp64; None in an evaluation
+    ahead: tuple[Ahead, ...] = ()  # by depth of multi-token prediction; empty in an evaluation
 
-    def seeded(self, seed: torch.Tensor) -> DeviceBatch:
-        """Return the micro-batch of a training step; seed: d objective / d loss, with which its losses are derived."""
+    def seeded(self, seeds: torch.Tensor) -> DeviceBatch:
+        """Return the micro-batch of a training step; seeds [1 + depths]: d objective / d loss of each depth."""
+        seed, *others = seeds.unbind()
         balance = None if self.targets is None else Balance(self.targets, seed)
-        return self._replace(seed=seed, tokens=self.tokens._replace(balance=balance))
+        ahead = tuple(each._replace(seed=other) for each, other in zip(self.ahead, others, strict=True))
+        return self._replace(seed=seed, ahead=ahead, tokens=self.tokens._replace(balance=balance))

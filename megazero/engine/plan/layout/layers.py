@@ -179,12 +179,15 @@ def active_parameters(layers: Layers) -> int:
 def layer_costs(layers: Layers, model: ModelConfig, activations: ActivationConfig) -> LayerCosts:
     """Return the costs of the embedding (2 h FLOPs per token), each block and the head (2 v h); 1 is the mean block.
 
-    A backward costs twice a forward. A recomputed block costs one more forward; embedding and head are not recomputed.
+    Each module of multi-token prediction costs the head another 2 v h, besides its own products. A backward costs twice
+    a forward. A recomputed block costs one more forward; embedding and head are not recomputed.
     """
     flops = [sum(each) for each in layers.block_flops.values()]
     h, mean = model.hidden_size, sum(flops) / len(flops)
     cost = mean * (4 if activations.recompute == "full" else 3) / 3
-    return LayerCosts(2 * h / cost, tuple(each / mean for each in flops), 2 * model.vocab_size * h / cost)
+    kind, table = next(reversed(layers.kinds.values())), 2 * model.vocab_size * h
+    head = table * (1 + model.mtp_num_layers) + kind.matrix_flops + kind.score_flops - table * model.untie_embeddings
+    return LayerCosts(2 * h / cost, tuple(each / mean for each in flops), head / cost)
 
 
 def pass_costs(layers: Layers, activations: ActivationConfig) -> Costs:
