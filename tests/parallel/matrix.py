@@ -54,6 +54,7 @@ FACTORS: Factors = {
     "compile": (False, True),
     "dropout": (False, True),
     "untied": (False, True),
+    "mtp": (0, 2, 1),  # modules of multi-token prediction
     "frozen": (False, True),
     "architecture": (
         "gpt2",
@@ -76,6 +77,7 @@ NUMBERS: Factors = {
     "precision": ("fp32", "bf16", "fp16"),
     "grad_dtype": ("fp32", "bf16", "fp16"),
     **{name: FACTORS[name] for name in ("zero", "recompute", "pa", "sp", "loss_chunk", "untied")},
+    "mtp": (0, 2),
     "optimizer": ("adamw", *ON_HOST),
     "micro_batches": (1, 3),
     "reduce_bucket_size": (40_000_000, 5000),
@@ -116,6 +118,7 @@ WITH_EXPERTS: Factors = {
         for name in ("reduce_bucket_size", "overlap_comm", "recompute", "pa", "host", "sp", "loss_chunk")
     },
     **{name: FACTORS[name] for name in ("dropout", "frozen", "seq_length", "reset", "short")},
+    "mtp": (0, 2),
     "architecture": ("llama, 2 groups", "qwen3", "gemma2", "deepseek-v3"),
     "optimizer": ("adamw", "muon", *ON_HOST),
     "moments": ("fp32", "int8"),
@@ -147,6 +150,7 @@ ON_GPU: Factors = {
         name: FACTORS[name]
         for name in ("recompute", "pa", "host", "md", "sp", "loss_chunk", "dropout", "untied", "frozen")
     },
+    "mtp": (0, 2),
     "optimizer": ("adamw", "muon", *ON_HOST),
     "moments": ("fp32", "bf16", "int8"),
     "masters": ("fp32", "split"),
@@ -318,7 +322,8 @@ def case_of(choice: Choice) -> Case:
             | EXPERTS.get(choice.get("experts", experts), {})
             | {"moe_expert_capacity_factor": choice.get("capacity", 0.0)}
             | dropout
-            | {"untie_embeddings": choice["untied"]},
+            | {"untie_embeddings": choice["untied"]}
+            | {"mtp_num_layers": choice["mtp"], "mtp_loss_scaling_factor": 0.3},
         ),
         batch=choice["dp"] * choice["micro_batches"] * SAMPLES - choice["short"],
         micro_batch_size=SAMPLES if choice["short"] else 0,

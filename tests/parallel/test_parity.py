@@ -283,6 +283,8 @@ def check_near(case: Case, outcomes: list[Outcome]) -> None:
         assert relative_error(outcome.norms[:1], norms[:1]) < first_norm
         assert relative_error(outcome.losses, losses[:steps]) < any_loss
         assert relative_error(outcome.norms, norms[:steps]) < any_norm
+        for at, (found, wanted) in enumerate(zip(outcome.ahead, expected_ahead(case), strict=False)):
+            assert not found or relative_error(list(found), wanted) < (any_loss if at else first_loss)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_every_path_of_a_gpu_is_in_order(case: Case, ranks) -> None:
         spec = rank_spec(case.config(), case.layout, case.layout.coord(rank).pp, declare)
         wanted = [*(FOR_GRADIENTS[case.disk :] if spec.offloaded_units else []), "tolist"]
         for step in waits:
-            of_experts = [wait for wait in step if "Forward blocks." in wait]
+            of_experts = [wait for wait in step if "[Forward blocks." in wait or "[Forward head" in wait]
             assert len(of_experts) == waits_for_experts(case, rank)
             other = [*of_experts, *(["Event.synchronize"] * case.disk)]  # the latter in the thread of a file
             assert [wait for wait in step if wait not in other] == wanted
@@ -72,8 +72,11 @@ def waits_for_experts(case: Case, rank: int) -> int:
     """Return the waits in a step for numbers of rows: one per layer, unless all rows stay and one kernel reads them."""
     model, layout = case.model, case.layout
     fused = case.precision == "bf16" and model.hidden_size % 8 == 0 == model.expert_size // layout.etp % 8
-    layers = layout.layers(model.num_layers, layout.coord(rank).pp)
-    waits = len(set(layers) & set(model.expert_layers)) if layout.ep > 1 or not fused else 0
+    pp = layout.coord(rank).pp
+    layers = set(layout.layers(model.num_layers, pp))
+    if layout.placement[-1] == pp:  # the head's stage, with the modules of multi-token prediction
+        layers |= set(range(model.num_layers, model.num_layers + model.mtp_num_layers))
+    waits = len(layers & set(model.expert_layers)) if layout.ep > 1 or not fused else 0
     return waits * case.micro_batches
 
 
