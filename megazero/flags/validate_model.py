@@ -14,7 +14,7 @@ from megazero.flags.flag_names import as_flag, flags, value_of
 def split_widths(model: ModelConfig, expert_tp: int = 0) -> dict[str, int]:
     """Return the widths that tensor-parallel ranks share, by flag. expert_tp: of the experts; 0: the same ranks."""
     widths = {"num-attention-heads": model.num_attention_heads}
-    if len(model.expert_layers) < model.num_layers:
+    if not all(map(model.has_experts, range(model.num_layers))):
         widths["ffn-hidden-size"] = model.ffn_size
     if model.num_experts and not expert_tp:
         widths[_expert_width(model)] = model.expert_size
@@ -48,6 +48,7 @@ def check_model(config: Config) -> None:
     _check_architecture(model)
     _check_latents(config)
     _check_experts(config)
+    _check_predictions(model)
     for flag, size in split_widths(model, etp).items():
         if size % tp:
             sizes = ", ".join(str(n) for n in tensor_parallel_sizes(model) if n <= 64)
@@ -73,6 +74,19 @@ def check_model(config: Config) -> None:
         raise ValueError(
             f"--pipeline-model-parallel-size {pp} is more than --num-layers {model.num_layers}, so that a stage has no "
             f"layer; use at most {model.num_layers}"
+        )
+
+
+def _check_predictions(model: ModelConfig) -> None:
+    depths, factor = model.mtp_num_layers, model.mtp_loss_scaling_factor
+    if depths >= model.seq_length:
+        raise ValueError(
+            f"--mtp-num-layers {depths}: a sample of --seq-length {model.seq_length} has no token so far ahead; use at "
+            f"most {model.seq_length - 1}"
+        )
+    if not depths and factor != ModelConfig.mtp_loss_scaling_factor:
+        raise ValueError(
+            f"--mtp-loss-scaling-factor {factor:g} has no effect without --mtp-num-layers N; add it, or drop it"
         )
 
 

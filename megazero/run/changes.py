@@ -49,6 +49,7 @@ BY_FLAG = {
     **dict.fromkeys(("reset-attention-mask", "reset-position-ids"), MODEL),
     **dict.fromkeys(("eod-mask-loss", "attention-dropout", "hidden-dropout"), LOSS),
     **dict.fromkeys(("moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-expert-capacity-factor"), LOSS),
+    "mtp-loss-scaling-factor": LOSS,
     **dict.fromkeys(("precision", "grad-dtype", "adam-moments", "master-weights"), ROUNDING),
     **dict.fromkeys(("optimizer-cpu-offload", "optimizer-offload-fraction", "optimizer-nvme-offload"), ""),
     "optimizer": STATES,

@@ -159,6 +159,8 @@ class Trainer:
         }
         if result.imbalance is not None:
             record["cp_imbalance"] = result.imbalance
+        if result.mtp_losses:
+            record["mtp_losses"] = {str(depth): loss for depth, loss in enumerate(result.mtp_losses, 1)}
         if result.experts is not None:
             ends = self.due(config.evaluation.eval_interval) or self.due(config.training.train_iters)
             record |= result.experts.metrics(config.model, choices=ends)

@@ -61,6 +61,8 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
 }
 
+PREDICTIONS_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+
 # Types of published files that transformers does not know -> the one that it computes for them.
 SAME_TYPE = {"kimi_k2": "deepseek_v3"}
 # Models that are refused -> the part that no layer here computes.
@@ -138,9 +140,16 @@ def read_config(path: Path, flag: str = "--from hf") -> ReadConfig:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{where}: {reason}") from (None if isinstance(error, ValueError) else error)
     ignored = [key for key in (*IGNORED, *architecture.ignored) if keys.get(key)]
-    notes = [f"{file} has {key} {_shown(keys[key])}; transformers' {architecture.model_class} ignores it, and so does "
-             "this version" for key in ignored]  # fmt: skip
+    notes = [_ignored_note(file, key, keys[key], architecture) for key in ignored]
     return ReadConfig(architecture, model, notes)
+
+
+def _ignored_note(file: Path, key: str, value: Any, architecture: HuggingFaceModel) -> str:
+    if key in PREDICTIONS_KEYS and architecture.predicts:
+        return f"{file} has {key} {_shown(value)}: modules that predict later tokens, which --mtp-num-layers N trains"
+    return (
+        f"{file} has {key} {_shown(value)}; transformers' {architecture.model_class} ignores it, and so does this version"
+    )
 
 
 def architecture_of(keys: Mapping[str, Any], where: str) -> HuggingFaceModel:

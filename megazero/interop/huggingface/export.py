@@ -19,9 +19,10 @@ from megazero.engine.model.layers.context import DTYPES
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import ModelConfig
 from megazero.files import new_folder, write_atomically
-from megazero.interop.huggingface.families import family_of
+from megazero.interop.huggingface.families import family_of, without_left_out
 from megazero.interop.huggingface.model_types import SAME, TensorNames
 from megazero.interop.huggingface.tokenizer_files import check_tokenizer, special_ids, write_tokenizer
+from megazero.log import log
 from megazero.run.run_state import RunState, run_tokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -38,6 +39,18 @@ class Shard(NamedTuple):
 def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of the model by its global name, in the order of the forward pass."""
     return {spec.name: spec.shape for spec in declare(model).params()}
+
+
+def exported(model: ModelConfig) -> ModelConfig:
+    """Return the model as an export holds it, and warn of what is left out."""
+    family = family_of(model)
+    found = without_left_out(model, family)
+    if found != model:
+        log.warning(
+            f"--mtp-num-layers {model.mtp_num_layers}: its modules are not exported, because {family.model_class} has no "
+            "place for them; the next token does not depend on them"
+        )
+    return found
 
 
 def plan_shards(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[Shard]:
@@ -83,7 +96,7 @@ def export(
         ValueError: the checkpoint is damaged, `output` exists already, or a weight is beyond the range of the dtype.
     """
     state = RunState.read_alone(path)
-    model = state.model_config(path)
+    model = exported(state.model_config(path))
     shards = plan_shards(model, DTYPES[dtype], shard_bytes)
     with new_folder(output) as folder:
         same = tokenizer is None or write_tokenizer(tokenizer, folder)

@@ -5,6 +5,7 @@ Shapes: h hidden, n heads, g groups of heads that share keys and values, d head 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megazero.engine.options.schema import ModelConfig
@@ -33,6 +34,7 @@ from megazero.interop.huggingface.tensor_names import (
     LLAMA_OUTSIDE,
     MIXTRAL_EXPERTS,
     PHI3_LAYERS,
+    PREDICTIONS,
     SHARED_EXPERT,
     SHARED_EXPERTS_LAYERS,
     Names,
@@ -49,10 +51,10 @@ from megazero.interop.huggingface.weight_conversions import (
     HEAD_DIM,
     LATENT_HEADS,
     MLP_LAYER_TYPES,
-    NO_PREDICTIONS,
     NO_ROPE_LAYERS,
     ONE_WIDTH,
     PHI3,
+    PREDICTIONS_NUMBER,
     QWEN_WINDOWS,
     SHARED_EXPERTS,
     SPARSE_LAYERS,
@@ -168,7 +170,7 @@ def _deepseek(
         model_type,
         model_class,
         *(ROTARY, LATENT_HEADS, SHARED_EXPERTS, *conversions),
-        layers=BEFORE | LATENT_ATTENTION | GATED_MLP | EXPERTS | SHARED_EXPERTS_LAYERS,
+        layers=BEFORE | LATENT_ATTENTION | GATED_MLP | EXPERTS | SHARED_EXPERTS_LAYERS | PREDICTIONS,
         options=LATENTS,
         needed=needed,
         required=SILU | required,
@@ -259,8 +261,9 @@ MODELS = {
         _deepseek(
             "deepseek_v3",
             "DeepseekV3ForCausalLM",
-            *(FIRST_DENSE, EXPERT_GROUPS, TOPK_PROB, NO_PREDICTIONS),
+            *(FIRST_DENSE, EXPERT_GROUPS, TOPK_PROB, PREDICTIONS_NUMBER),
             architecture="deepseek-v3",
+            predicts=True,
         ),
         _deepseek(
             "deepseek_v2",
@@ -279,9 +282,9 @@ MODELS = {
         _llama(
             "glm4_moe",
             "Glm4MoeForCausalLM",
-            *(PARTIAL_ROTARY, HEAD_DIM, FIRST_DENSE, EXPERT_GROUPS, TOPK_PROB, SHARED_EXPERTS, NO_PREDICTIONS),
+            *(PARTIAL_ROTARY, HEAD_DIM, FIRST_DENSE, EXPERT_GROUPS, TOPK_PROB, SHARED_EXPERTS, PREDICTIONS_NUMBER),
             architecture="glm4-moe",
-            layers=BEFORE | ATTENTION | GATED_MLP | EXPERTS | SHARED_EXPERTS_LAYERS,
+            layers=BEFORE | ATTENTION | GATED_MLP | EXPERTS | SHARED_EXPERTS_LAYERS | PREDICTIONS,
             options=ROUTED_BY_SIGMOID | {"add_qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"},
             needed=SIGMOID,
             required={"hidden_act": SILU["hidden_act"]},
@@ -289,6 +292,7 @@ MODELS = {
             ignored=("num_nextn_predict_layers",),
             expert_bias=EXPERT_BIAS,
             further_layers=True,
+            predicts=True,
         ),
         _llama(
             "helium",
@@ -382,6 +386,11 @@ MODELS = {
         ),
     )
 }
+
+
+def without_left_out(model: ModelConfig, family: HuggingFaceModel) -> ModelConfig:
+    """Return the model as `family` holds it: modules of multi-token prediction are left out without a place for them."""
+    return model if family.predicts else replace(model, mtp_num_layers=0)
 
 
 def family_of(model: ModelConfig) -> HuggingFaceModel:

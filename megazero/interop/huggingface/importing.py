@@ -24,7 +24,7 @@ from megazero.files import new_folder, open_regular, read_regular, write_atomica
 from megazero.flags.flag_names import to_toml
 from megazero.interop.huggingface.configuration import read_config
 from megazero.interop.huggingface.export import INDEX, WEIGHTS, shapes_of
-from megazero.interop.huggingface.model_types import TABLE, HuggingFaceModel
+from megazero.interop.huggingface.model_types import MODULE, TABLE, HuggingFaceModel
 from megazero.interop.huggingface.tokenizer_files import read_tokenizer
 from megazero.log import log
 from megazero.run.run_state import TOKENIZER, RunState, attached_tokenizer
@@ -123,6 +123,7 @@ def import_model(source: Path, output: Path, advance: Callable[[int], None] = la
         model, notes = replace(model, untie_embeddings=True), [*notes, NOT_TIED.format(files.where, head)]
     for note in notes:
         log.warning(note)
+    model = replace(model, mtp_num_layers=modules_in(files, architecture, model))
     names = names_in(files, architecture, model)
     check_shapes(files, architecture, model, names)
     shapes = {f"model.{name}": shape for name, shape in shapes_of(model).items()}
@@ -165,6 +166,14 @@ def _state(config: Config, saved_tokenizer: str) -> RunState:
         weights_only=True,
         saved_tokenizer=saved_tokenizer,
     )
+
+
+def modules_in(files: Source, architecture: HuggingFaceModel, model: ModelConfig) -> int:
+    """Return the number of modules of multi-token prediction that the files hold."""
+    name, found = MODULE + "projection.weight", 0
+    while architecture.predicts and architecture.names(name.format(found), model)[0].theirs[0] in files.files:
+        found += 1
+    return found
 
 
 def names_in(files: Source, architecture: HuggingFaceModel, model: ModelConfig) -> dict[str, str]:

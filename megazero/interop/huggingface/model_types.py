@@ -29,6 +29,8 @@ RESOLVED |= {"seq_length": "max_positions"}
 # Fields that change no result of a trained model.
 OF_TRAINING = {"architecture", "hidden_dropout", "attention_dropout", "init_method_std", "max_position_embeddings"}
 OF_TRAINING |= {"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"}
+OF_TRAINING |= {"mtp_num_layers", "mtp_loss_scaling_factor"}  # an export leaves modules out that it has no place for
+MODULE, IN_MODULE = "head.mtp.{}.", "mtp."  # of multi-token prediction; of its own weights in the rows of a block
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def _canonical_experts(model: ModelConfig) -> Options:
         return {"num_experts": 0} | {name: getattr(ModelConfig, name) for name in names}
     gate = model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size > 0
     found: Options = {"moe_shared_expert_gate": gate}
-    if len(model.expert_layers) == model.num_layers:  # no MLP but those of experts
+    if all(map(model.has_experts, range(model.num_layers))):  # no MLP but those of experts
         return found | {"moe_layer_freq": "1", "ffn_hidden_size": model.expert_size, "moe_ffn_hidden_size": 0}
     letters = "".join("DE"[model.has_experts(number)] for number in range(model.num_layers))
     width = 0 if model.expert_size == model.ffn_size else model.expert_size
@@ -134,6 +136,21 @@ def canonical(model: ModelConfig) -> ModelConfig:
     groups = model.query_groups % model.num_attention_heads
     model = replace(model, kv_channels=heads, num_query_groups=groups, max_position_embeddings=positions)
     return replace(model, **_canonical_experts(model))
+
+
+def _in_block(ours: str, model: ModelConfig) -> str:
+    """Return a name in a module of multi-token prediction as that in a block behind the last one; others unchanged."""
+    found = re.fullmatch(re.escape(MODULE).replace(r"\{\}", r"(\d+)") + "(block[.])?(.+)", ours)
+    if found is None:
+        return ours
+    return f"blocks.{model.num_layers + int(found[1])}.{'' if found[2] else IN_MODULE}{found[3]}"
+
+
+def _in_module(named: str, model: ModelConfig) -> str:
+    """Undo `_in_block`."""
+    _, number, rest = named.split(".", 2)
+    within = rest.removeprefix(IN_MODULE) if rest.startswith(IN_MODULE) else f"block.{rest}"
+    return MODULE.format(int(number) - model.num_layers) + within
 
 
 @dataclass(frozen=True)
@@ -195,6 +212,7 @@ class HuggingFaceModel:
         ignored: fields of their configuration that their model does not use.
         expert_bias: name of the biases of a router, by which it balances experts; empty: it has none.
         further_layers: files may hold layers after the last one, which transformers ignores.
+        predicts: these are modules of multi-token prediction, and `tensors` has their names.
     """
 
     model_type: str
@@ -211,6 +229,7 @@ class HuggingFaceModel:
     ignored: tuple[str, ...] = ()
     expert_bias: str = ""
     further_layers: bool = False
+    predicts: bool = False
 
     def bias_names(self, model: ModelConfig) -> dict[int, str]:
         """Return the names of their routers' biases by number of the layer."""
@@ -221,12 +240,16 @@ class HuggingFaceModel:
 
         held: names of theirs. The row is the first with one of them, or else the first.
         """
-        number = re.search(r"\.(\d+)\.", ours)
-        general = re.sub(r"\.\d+\.", ".{}.", ours)
+        named = _in_block(ours, model)
+        number = re.search(r"\.(\d+)\.", named)
+        general = re.sub(r"\.\d+\.", ".{}.", named)
         found = [
             row.numbered(number[1] if number else "", model.num_experts) for row in self.tensors if general in row.ours
         ]
-        return next((rows for rows in found if any(name in held for row in rows for name in row.theirs)), found[0])
+        rows = next((rows for rows in found if any(name in held for row in rows for name in row.theirs)), found[0])
+        if named == ours:
+            return rows
+        return [replace(row, ours=tuple(_in_module(name, model) for name in row.ours)) for row in rows]
 
     def head_names(self) -> list[str]:
         """Return the names under which files can hold the output head."""

@@ -117,6 +117,12 @@ LATENT_ATTENTION: Names = {
     "attention.query_up.weight": (HEADS, "self_attn.q_b_proj.weight"),
     "attention.kv_up.weight": (HEADS, "self_attn.kv_b_proj.weight"),
 }
+PREDICTIONS = same_forms(  # of modules of multi-token prediction, behind the last layer
+    mtp__token_norm__weight="enorm.weight",
+    mtp__state_norm__weight="hnorm.weight",
+    mtp__projection__weight="eh_proj.weight",
+    mtp__norm__weight="shared_head.norm.weight",
+)
 PHI3_LAYERS: Names = {
     ("attention.query.weight", "attention.kv.weight"): (QKV_ROWS, "self_attn.qkv_proj.weight"),
     "attention.proj.weight": (SAME, "self_attn.o_proj.weight"),

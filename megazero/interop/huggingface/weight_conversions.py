@@ -229,8 +229,10 @@ EXPERT_GROUPS = Conversion(
     lambda model: {"n_group": model.moe_router_num_groups or 1, "topk_group": model.moe_router_group_topk or 1},
     _from_expert_groups,
 )
-# Layers that predict later tokens, which an export has not.
-NO_PREDICTIONS = Conversion((), lambda model: {"num_nextn_predict_layers": 0}, lambda config: {})
+# A config.json names these modules, which files need not hold: --mtp-num-layers decides.
+PREDICTIONS_NUMBER = Conversion(
+    ("mtp_num_layers",), lambda model: {"num_nextn_predict_layers": model.mtp_num_layers}, lambda config: {}
+)
 ONE_WIDTH = Conversion((), lambda model: {"intermediate_size": model.expert_size}, lambda config: {})
 
 

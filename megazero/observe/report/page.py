@@ -171,6 +171,7 @@ def _charts(run: Run) -> list[Chart]:
     ]
     charts = [
         chart("Loss, nats per token", [*smoothed("training", "loss"), validation], log=True),
+        chart("Loss of modules that predict further ahead", _by_corpus(run, "mtp_losses"), log=True),
         chart("Training loss by corpus", _by_corpus(run, "loss_by_corpus"), log=True),
         chart("Validation loss by corpus", _by_corpus(run, "validation_loss_by_corpus"), log=True),
         chart("Gradient norm, before clipping", smoothed("", "grad_norm"), log=True),

@@ -275,6 +275,8 @@ def test_options_that_make_another_model() -> None:
             "beta_fast": 16.0,
             "mscale": 0.7,
             "mscale_all_dim": 0.7,
+            "mtp_num_layers": 1,
+            "mtp_loss_scaling_factor": 0.3,
         }
         assert changes.keys() == {field.name for field in fields(ModelConfig)}
         refused = set()
@@ -289,6 +291,7 @@ def test_options_that_make_another_model() -> None:
             "multi_latent_attention",
             "architecture",
             "num_experts",
+            "mtp_num_layers",
         }  # heads: shapes of queries, keys and values
         wanted |= {"kv_channels"} if architecture != "deepseek-v2" else set()
         wanted |= {"add_qkv_bias", "qk_layernorm"} if architecture in ("llama", "mixtral") else set()

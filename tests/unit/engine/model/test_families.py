@@ -117,23 +117,13 @@ def test_logits_and_gradients_are_those_of_transformers(
     name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = CASES[name]
-    row = family_of(model)
-    assert row.architecture == name.partition(",")[0]
+    assert family_of(model).architecture == name.partition(",")[0]
     dtype = torch.float64 if precision == "fp64" else torch.float32
     tolerance = 1e-10 if precision == "fp64" else model_tolerance(model, dtype)
     theirs = transformers_model(model, dtype)
-    training = TrainingConfig(micro_batch_size=3, precision=precision)  # type: ignore[arg-type]
-    config, _ = resolve(replace(Config(), model=model, training=training), 1, 0, declare)
-    ours = Engine(config, Mesh.build(Layout(), 0, torch.device("cpu")))
-    weights = {weight.spec.name: weight for unit in ours.model.units.values() for weight in unit}
     parameters = dict(theirs.named_parameters())
-    rows = [each for ours in weights for each in row.names(ours, model, parameters)]
-    assert {name for each in rows for name in each.theirs} == parameters.keys()
-    for weight, value in row.join(parameters, weights, model).items():
-        weights[weight].data[tuple(map(slice, value.shape))] = value.detach()  # the vocabulary is padded
-
-    tokens = torch.randint(0, model.vocab_size, (3, model.seq_length + 1), generator=torch.Generator().manual_seed(1))
-    ids, labels = tokens[:, :-1], tokens[:, 1:]
+    ours = engine_of(model, precision, parameters)
+    ids, labels = text_of(model)
     with monkeypatch.context() as patch:
         without_casts(patch)
         logits = theirs(ids).logits
@@ -144,14 +134,43 @@ def test_logits_and_gradients_are_those_of_transformers(
         assert ours.model.head is not None
         found = ours.model.head.logits(ours.model.body(ours.model.embed(ids, info), info)).view_as(logits)
     assert (found - logits).abs().max() < tolerance * logits.abs().max()
+    check_losses_and_gradients(ours, [loss], [1.0], parameters, tolerance=tolerance)
+
+
+def text_of(model: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and labels of three samples."""
+    tokens = torch.randint(0, model.vocab_size, (3, model.seq_length + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def engine_of(model: ModelConfig, precision: str, parameters: dict[str, Any]) -> Engine:
+    """Return an engine with transformers' weights, all of them."""
+    row = family_of(model)
+    training = TrainingConfig(micro_batch_size=3, precision=precision)  # type: ignore[arg-type]
+    config, _ = resolve(replace(Config(), model=model, training=training), 1, 0, declare)
+    ours = Engine(config, Mesh.build(Layout(), 0, torch.device("cpu")))
+    weights = {weight.spec.name: weight for unit in ours.model.units.values() for weight in unit}
+    rows = [each for ours in weights for each in row.names(ours, model, parameters)]
+    assert {name for each in rows for name in each.theirs} == parameters.keys()
+    for weight, value in row.join(parameters, weights, model).items():
+        weights[weight].data[tuple(map(slice, value.shape))] = value.detach()  # the vocabulary is padded
+    return ours
+
+
+def check_losses_and_gradients(
+    ours: Engine, losses: list[torch.Tensor], factors: list[float], parameters: dict[str, Any], tolerance: float
+) -> None:
+    """Compare with the loss of each depth, and with the gradients of their sum by `factors`."""
+    model = ours.config.model
+    ids, labels = text_of(model)
     batch = MicroBatch(ids, labels, torch.ones(3, model.seq_length), (0, 1, 2))
-    summed = ours._run(
-        ours.program("1f1b", 1),
-        ours._upload([batch], training=True),
-        torch.tensor(1 / labels.numel(), dtype=torch.float64),
-    )
-    assert abs(summed[0].sum() / labels.numel() - loss) < tolerance * loss
-    wanted = row.join({name: p.grad for name, p in parameters.items()}, weights, model)
+    targets = torch.tensor([3.0 * (model.seq_length - depth) for depth in range(len(losses))], dtype=torch.float64)
+    seeds = torch.tensor(factors, dtype=torch.float64) / targets
+    summed = ours._run(ours.program("1f1b", 1), ours._upload([batch], training=True), seeds)
+    found = summed[0].view(len(losses), -1).sum(1) / targets
+    assert all(abs(a - b) < tolerance * b for a, b in zip(found, losses, strict=True))
+    names = {weight.spec.name: weight for unit in ours.model.units.values() for weight in unit}
+    wanted = family_of(model).join({name: p.grad for name, p in parameters.items()}, names, model)
     for unit in ours.zero.units.values():
         for member in unit.flat.members:
             gradient = unit.gradients.sharded_grad[member.window.slice()].view(member.block.stored)
@@ -159,6 +178,41 @@ def test_logits_and_gradients_are_those_of_transformers(
             gradient = gradient[tuple(map(slice, want.shape))]
             assert (gradient - want).abs().max() < tolerance * want.abs().max(), member.spec.name
     ours.zero.discard_gradients()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_modules_that_predict_further_ahead_are_those_of_transformers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses of two modules of MtpLayer, and the gradients of all weights, in fp64."""
+    from transformers.modeling_layers import MtpModel
+
+    model = replace(CASES[name], mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
+    theirs = transformers_model(model, torch.float64)
+    torch.manual_seed(2)
+    modules = MtpModel(theirs, 2).to(torch.float64).eval()
+    parameters = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for buffer in modules.layers.buffers():
+            buffer.zero_()  # biases of experts, which it does not initialise, nor its weights
+        for path, parameter in modules.layers.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1 + (parameter.dim() == 1))
+            number, rest = path.split(".", 1)
+            rest = rest.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+            parameters[f"model.layers.{model.num_layers + int(number)}.{rest}"] = parameter
+    ours = engine_of(model, "fp64", parameters)
+    (ids, labels), losses = text_of(model), []
+    with monkeypatch.context() as patch:
+        without_casts(patch)
+        state = theirs.model(ids).last_hidden_state
+        losses.append(F.cross_entropy(theirs.lm_head(state).flatten(0, 1), labels.flatten()))
+        for k in range(2):  # the token at i reads that at i + k + 1, and predicts the one behind it
+            length = model.seq_length - k - 1
+            places = torch.arange(length).expand(3, -1)
+            state = modules.forward_layer(k, state[:, :length], places, None, input_ids=labels[:, k : k + length])
+            losses.append(F.cross_entropy(theirs.lm_head(state).flatten(0, 1), labels[:, k + 1 :].flatten()))
+        sum(factor * loss for factor, loss in zip((1.0, 0.15, 0.15), losses, strict=True)).backward()
+    check_losses_and_gradients(ours, losses, [1.0, 0.15, 0.15], parameters, tolerance=1e-10)
 
 
 @pytest.mark.second
