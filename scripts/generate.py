@@ -16,6 +16,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
 import tyro
 
 from megazero import checkpoint
@@ -104,6 +105,30 @@ def _prompt_of(path: str, number: int, line: str) -> str:
     return prompt
 
 
+class Guesses:
+    """Counts the tokens that modules of multi-token prediction would have guessed, on all ranks."""
+
+    def __init__(self, inference: InferenceModel) -> None:
+        self.inference, modules = inference, inference.model.mtp_num_layers
+        self.counts = torch.zeros(modules if inference.mesh.cp.size == 1 else 0, 2, dtype=torch.float64)
+
+    def add(self, texts: list[Text]) -> None:
+        """Count the texts of this rank."""
+        for text in texts if len(self.counts) else ():
+            found = self.inference.guessed(text.ids, text.num_prompt)
+            if found is not None:
+                self.counts += found
+
+    def summary(self) -> str:
+        """Sum over all ranks. Empty without modules."""
+        if not len(self.counts):
+            return ""
+        mesh = self.inference.mesh
+        total = mesh.control_sum(self.counts.to(mesh.device), mesh.dp, mesh.pp)
+        shares = ", ".join(f"{float(right / max(1, number)):.0%}" for right, number in total)
+        return f"modules of --mtp-num-layers guess {shares} of these tokens"
+
+
 def layout_of(model: ModelConfig, options: Options, world: launch.World) -> Layout:
     """Return the layout of the ranks that were started. ValueError if it does not divide the model or the ranks."""
     parallel = ParallelConfig(
@@ -147,21 +172,24 @@ def run(options: Options, world: launch.World) -> None:
     eod = end_of_document(tokenizer)
     if note := packed_prompts(state.config.get("data", {}), prompts, eod):
         log.warning(note)
+    guesses = Guesses(inference)
     generator = Generator(
         model=inference,
         sampling=sampling,
         max_new_tokens=options.max_new_tokens,
         batch_size=options.batch_size,
         eod=eod,
+        tell=guesses.add,
     )
     start, tokens = time.perf_counter(), 0
     for texts in generator.run(prompts):
         show(texts, tokenizer, options.json, several=len(prompts) > 1)
         tokens += sum(len(text.new_ids) for text in texts)
+    guessed = guesses.summary()
     if world.rank == 0:
         seconds = time.perf_counter() - start
         rate = f"{tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.1f} tokens/s"
-        print(f"generated {rate}", file=sys.stderr, flush=True)
+        print(f"generated {rate}", *[guessed] * bool(guessed), sep="\n", file=sys.stderr, flush=True)
     launch.stop(world, TIMEOUT_MINUTES)
 
 

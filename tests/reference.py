@@ -56,7 +56,7 @@ def all_depths(
     note: Note = lambda choice: None,
     following: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """ids [b, s] -> logits [b, s, v] of the next token, and by the modules of multi-token prediction of those behind it.
+    """ids [b, s] -> logits [b, s, v] of the next token, and by modules of multi-token prediction of those behind it.
 
     Args:
         samples: their global numbers in training, where dropout drops.
@@ -82,7 +82,6 @@ def all_depths(
         model = replace(model, moe_expert_capacity_factor=0.0)
     blocks = parallel_block if model.traits.parallel else sequential_block
     root = model.hidden_size**0.5 if model.traits.root_embedding else 1.0
-
 
     def embed(ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, w["token_embedding.weight"]) * root * model.embedding_multiplier
@@ -512,7 +511,8 @@ def train(
             for logits, (at, counts) in zip(found, [(labels, mask), *(each[1:] for each in ahead)], strict=True)
         ]
         loss, *others = (
-            each.sum() / counts.sum().clamp(min=1) for each, counts in zip(every, [mask, *(a[2] for a in ahead)], strict=True)
+            each.sum() / counts.sum().clamp(min=1)
+            for each, counts in zip(every, [mask, *(a[2] for a in ahead)], strict=True)
         )
         tell(every[0].detach().view_as(mask))
         tell_ahead([each.item() for each in others])

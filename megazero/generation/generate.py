@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -71,6 +71,7 @@ class Generator:
     max_new_tokens: int
     batch_size: int
     eod: int | None  # ends a text
+    tell: Callable[[list[Text]], None] = lambda texts: None  # gets each batch of texts of this rank, complete
 
     def run(self, prompts: Sequence[list[int]]) -> Iterator[list[Text]]:
         """Yield batch after batch of texts, on rank 0 in the order of the prompts; all ranks iterate to the end."""
@@ -80,6 +81,7 @@ class Generator:
             numbers = range(first, min(first + at_once, len(prompts)))[dp.rank :: dp.size]
             texts = [Text(n, list(prompts[n]), len(prompts[n])) for n in numbers]
             self._generate(texts)
+            self.tell(texts)
             yield self._gathered(texts)
 
     def _generate(self, texts: list[Text]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from megazero import checkpoint
 from megazero.engine.kernels.dropout import Rows
@@ -86,6 +87,29 @@ class InferenceModel:
             ]
             cp.all_reduce_(last.masked_fill_(~torch.tensor(here, device=device)[:, None], 0))
         return self.stage.head.whole_logits(last)
+
+    @torch.no_grad()
+    def guessed(self, ids: list[int], num_prompt: int) -> torch.Tensor | None:
+        """Return how many tokens behind a prompt are the likeliest of each module of multi-token prediction.
+
+        The result is [modules, 2], of tokens that are and of tokens, on the last stage; None on the others. Only the
+        last tokens of a text that is longer than the window count. Not for context parallelism.
+        """
+        first = max(0, len(ids) - self.window)
+        ids, num_prompt = ids[first:], max(1, num_prompt - first)
+        whole = torch.tensor([ids], device=self.mesh.device)
+        tokens = self._tokens([NewTokens(ids, 0)], [(range(len(ids)),)], self.new_cache(1, len(ids)))
+        x, head = self._hidden(whole, tokens), self.stage.head
+        if head is None or head.depths is None:
+            return None
+        modules = range(1, 1 + self.model.mtp_num_layers)
+        _, *states = head.depths.states(x, [F.pad(whole[:, k:], (0, k)) for k in modules], tokens)
+        found = []
+        for k, state in zip(modules, states, strict=True):
+            from_first = max(0, num_prompt - k - 1)
+            guesses = head.vocabulary.whole_logits(state[from_first : len(ids) - k - 1]).argmax(-1)
+            found.append([int((guesses == whole[0, from_first + k + 1 :]).sum()), len(guesses)])
+        return torch.tensor(found, dtype=torch.float64)
 
     def _tokens(self, new: Sequence[NewTokens], own: Sequence[Ranges], cache: KVCache) -> MicroBatchInfo:
         """own: this rank's of the new tokens"""

@@ -1,4 +1,4 @@
-"""Multi-token prediction, as in DeepSeek-V3: modules behind the final norm, each of which predicts a token further ahead.
+"""Multi-token prediction, as in DeepSeek-V3: modules behind the final norm predict tokens further ahead, one each.
 
     h_0 = norm(x)                                                        x: the output of the last block
     h_k = norm_k block_k projection_k [norm E(t_(i+k)), norm h_(k-1)]    for the token at i; depths k = 1 to D
@@ -17,6 +17,7 @@ Shapes: b micro-batch, T' tokens of the residual stream on this rank, h hidden.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,14 +91,23 @@ class Depths(NamedTuple):
         seeded = torch.is_grad_enabled() and batch.seed is not None
         return _Losses.apply(x, self, batch, seeded, handle_of(self))
 
+    def states(
+        self, x: torch.Tensor, following: Sequence[torch.Tensor], tokens: MicroBatchInfo
+    ) -> Iterator[torch.Tensor]:
+        """x [T', h], following: ids [b, s] that each module reads -> h_0, h_1 and so on, [T', h]."""
+        state = self.norm(x)
+        yield state
+        for module, ids in zip(self.modules, following, strict=True):
+            state = module(state, self.tokens.look_up(ids), tokens)
+            yield state
+
     def graph(self, x: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
         """`losses`, with a graph whose backward computes all gradients."""
-        state, loss, none = self.norm(x), self.vocabulary.loss, NoNorm()
-        found = [loss(state, none, batch.labels, batch.loss_mask, batch.seed)]
-        for module, ahead in zip(self.modules, batch.ahead, strict=True):
-            state = module(state, self.tokens.look_up(ahead.ids), batch.tokens)
-            found.append(loss(state, none, ahead.labels, ahead.loss_mask, ahead.seed))
-        return torch.cat(found)
+        states = self.states(x, [ahead.ids for ahead in batch.ahead], batch.tokens)
+        of_depths = ((each.labels, each.loss_mask, each.seed) for each in (batch, *batch.ahead))
+        return torch.cat(
+            [self.vocabulary.loss(state, NoNorm(), *targets) for state, targets in zip(states, of_depths, strict=True)]
+        )
 
 
 class _Losses(torch.autograd.Function):

@@ -19,10 +19,10 @@ from megazero.engine.model.block import BLOCK_CLASSES
 from megazero.engine.model.layers.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream
 from megazero.engine.model.layers.embedding import PositionEmbedding
 from megazero.engine.model.layers.layer import Layer
-from megazero.engine.model.prediction import Depths, Prediction
 from megazero.engine.model.layers.norm import NORMS, Norm
 from megazero.engine.model.layers.vocabulary import Output, VocabularyTable
 from megazero.engine.model.layers.weight import Weight, named_weights
+from megazero.engine.model.prediction import Depths, Prediction
 from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.layers import End, LayerKind, Layers, Use
 from megazero.engine.plan.layout.parameters import EXPERTS, unit_of

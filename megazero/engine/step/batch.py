@@ -34,8 +34,8 @@ class MicroBatch(NamedTuple):
     document_starts: torch.Tensor | None = None
     corpora: tuple[int, ...] = ()  # number of each sample's corpus; empty: one corpus
 
-    def ahead(self, depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids, labels and loss mask [b, s] of a prediction `depth` tokens further ahead.
+    def ahead(self, depth: int) -> Ahead:
+        """Return what module `depth` of multi-token prediction reads and predicts, from 1, [b, s].
 
         Behind the end of the sample, and behind that of a token's document, no target counts.
         """
@@ -46,7 +46,7 @@ class MicroBatch(NamedTuple):
         if self.document_starts is not None:
             starts = F.pad(self.document_starts[:, depth:], (0, depth))
             mask = mask * (starts == self.document_starts)
-        return ids, labels, mask
+        return Ahead(ids, labels, mask)
 
 
 class Uploaded(NamedTuple):
@@ -117,17 +117,17 @@ def upload_step(
     counts: list[list[torch.Tensor]] = [[] for _ in range(1 + depths)]
     for batch in batches:
         found, dealt = _documents(batch), None
-        triples = [(batch.ids, batch.labels, batch.loss_mask), *(batch.ahead(1 + k) for k in range(depths))]
+        parts = [Ahead(batch.ids, batch.labels, batch.loss_mask), *(batch.ahead(1 + k) for k in range(depths))]
         if dealer.ranks > 1:
             spans = found.spans if found is not None and data.reset_attention_mask else ()
             firsts = tuple(tuple(span.first for span in spans if span.sample == i) for i in range(len(batch.samples)))
             dealt, work = dealer.deal(batch.ids.shape[1], firsts)
             works.append(work)
-            triples = [tuple(part.gather(1, dealt.indices) for part in triple) for triple in triples]
-        for count, (_, _, mask) in zip(counts, triples, strict=True):
-            count.append(mask.sum(-1, dtype=torch.float64))
+            parts = [part.gather(dealt.indices) for part in parts]
+        for count, part in zip(counts, parts, strict=True):
+            count.append(part.loss_mask.sum(-1, dtype=torch.float64))
         host += [
-            *(part for triple in triples for part in triple),
+            *(x for part in parts for x in (part.ids, part.labels, part.loss_mask)),
             *([found.starts, found.bounds] if found else []),
             *([dealt.indices, dealt.rows] if dealt else []),
             *([batch.loss_mask.sum(-1, dtype=torch.float64)] if by_sample else []),
@@ -138,7 +138,7 @@ def upload_step(
     targets, corpora, *there = upload([targets, of_sample, *host], device)
     micro_batches, arrived = [], iter(there)
     for batch, found, dealt in made:
-        (ids, labels, mask), *ahead = ((next(arrived), next(arrived), next(arrived)) for _ in range(1 + depths))
+        first, *ahead = (Ahead(next(arrived), next(arrived), next(arrived)) for _ in range(1 + depths))
         if found is not None:
             found = replace(found, starts=next(arrived), bounds=next(arrived))
         if dealt is not None:
@@ -154,12 +154,12 @@ def upload_step(
         )
         micro_batches.append(
             DeviceBatch(
-                ids=ids,
-                labels=labels,
-                loss_mask=mask,
+                ids=first.ids,
+                labels=first.labels,
+                loss_mask=first.loss_mask,
                 tokens=info,
                 targets=next(arrived) if by_sample else None,
-                ahead=tuple(Ahead(*triple) for triple in ahead),
+                ahead=tuple(ahead),
             )
         )
     return Uploaded(micro_batches, targets, corpora, works)

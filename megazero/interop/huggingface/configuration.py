@@ -147,9 +147,8 @@ def read_config(path: Path, flag: str = "--from hf") -> ReadConfig:
 def _ignored_note(file: Path, key: str, value: Any, architecture: HuggingFaceModel) -> str:
     if key in PREDICTIONS_KEYS and architecture.predicts:
         return f"{file} has {key} {_shown(value)}: modules that predict later tokens, which --mtp-num-layers N trains"
-    return (
-        f"{file} has {key} {_shown(value)}; transformers' {architecture.model_class} ignores it, and so does this version"
-    )
+    ignored = f"transformers' {architecture.model_class} ignores it, and so does this version"
+    return f"{file} has {key} {_shown(value)}; {ignored}"
 
 
 def architecture_of(keys: Mapping[str, Any], where: str) -> HuggingFaceModel:

@@ -47,8 +47,8 @@ def exported(model: ModelConfig) -> ModelConfig:
     found = without_left_out(model, family)
     if found != model:
         log.warning(
-            f"--mtp-num-layers {model.mtp_num_layers}: its modules are not exported, because {family.model_class} has no "
-            "place for them; the next token does not depend on them"
+            f"--mtp-num-layers {model.mtp_num_layers}: its modules are not exported, because {family.model_class} has "
+            "no place for them; the next token does not depend on them"
         )
     return found
 

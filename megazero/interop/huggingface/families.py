@@ -389,7 +389,7 @@ MODELS = {
 
 
 def without_left_out(model: ModelConfig, family: HuggingFaceModel) -> ModelConfig:
-    """Return the model as `family` holds it: modules of multi-token prediction are left out without a place for them."""
+    """Return the model as `family` holds it: without modules of multi-token prediction if it has no place for them."""
     return model if family.predicts else replace(model, mtp_num_layers=0)
 
 

@@ -286,6 +286,10 @@ class Ahead(NamedTuple):
     loss_mask: torch.Tensor  # [b, t] fp32, 1 where the target counts
     seed: torch.Tensor | None = None  # as `DeviceBatch.seed`
 
+    def gather(self, indices: torch.Tensor) -> Ahead:
+        """Return the tokens of these indices in their sample, [b, t]."""
+        return Ahead(*(x.gather(1, indices) for x in (self.ids, self.labels, self.loss_mask)))
+
 
 class DeviceBatch(NamedTuple):
     """A micro-batch on this rank's device, as layers read it."""
