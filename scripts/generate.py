@@ -189,7 +189,9 @@ def run(options: Options, world: launch.World) -> None:
     if world.rank == 0:
         seconds = time.perf_counter() - start
         rate = f"{tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.1f} tokens/s"
-        print(f"generated {rate}", *[guessed] * bool(guessed), sep="\n", file=sys.stderr, flush=True)
+        print(f"generated {rate}", file=sys.stderr, flush=True)
+        if guessed:
+            print(guessed, file=sys.stderr, flush=True)
     launch.stop(world, TIMEOUT_MINUTES)
 
 

@@ -70,6 +70,7 @@ MODEL: Options = [
     levels("hidden-dropout", 0.1),
     levels("attention-dropout", 0.2),
     levels("untie-embeddings", True),
+    [{"mtp-num-layers": depths, "mtp-loss-scaling-factor": 0.5} for depths in (1, 2)],
     levels("freeze-parameters", FROZEN_ROTARY, ("token_embedding.*",), ("blocks.0.*",)),
     levels("reset-attention-mask", True),
     levels("reset-position-ids", True),

@@ -35,7 +35,7 @@ class MicroBatch(NamedTuple):
     corpora: tuple[int, ...] = ()  # number of each sample's corpus; empty: one corpus
 
     def ahead(self, depth: int) -> Ahead:
-        """Return what module `depth` of multi-token prediction reads and predicts, from 1, [b, s].
+        """Return the tokens that module `depth` of multi-token prediction reads and predicts, from 1, [b, s].
 
         Behind the end of the sample, and behind that of a token's document, no target counts.
         """
