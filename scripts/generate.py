@@ -16,7 +16,6 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
 import tyro
 
 from megazero import checkpoint
@@ -29,6 +28,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.files import explain, read_regular
 from megazero.flags.resolve import resolve
 from megazero.generation.generate import Generator, Text, packed_prompts
+from megazero.generation.guesses import Guesses
 from megazero.generation.model import InferenceModel
 from megazero.generation.sampling import Sampling
 from megazero.log import log, log_as
@@ -103,30 +103,6 @@ def _prompt_of(path: str, number: int, line: str) -> str:
     if not isinstance(prompt, str):
         raise ValueError(f"--prompt-file {path}: line {number} is no JSON object with a text as `prompt`")
     return prompt
-
-
-class Guesses:
-    """Counts the tokens that modules of multi-token prediction would have guessed, on all ranks."""
-
-    def __init__(self, inference: InferenceModel) -> None:
-        self.inference, modules = inference, inference.model.mtp_num_layers
-        self.counts = torch.zeros(modules if inference.mesh.cp.size == 1 else 0, 2, dtype=torch.float64)
-
-    def add(self, texts: list[Text]) -> None:
-        """Count the texts of this rank."""
-        for text in texts if len(self.counts) else ():
-            found = self.inference.guessed(text.ids, text.num_prompt)
-            if found is not None:
-                self.counts += found
-
-    def summary(self) -> str:
-        """Sum over all ranks. Empty without modules."""
-        if not len(self.counts):
-            return ""
-        mesh = self.inference.mesh
-        total = mesh.control_sum(self.counts.to(mesh.device), mesh.dp, mesh.pp)
-        shares = ", ".join(f"{float(right / max(1, number)):.0%}" for right, number in total)
-        return f"modules of --mtp-num-layers guess {shares} of these tokens"
 
 
 def layout_of(model: ModelConfig, options: Options, world: launch.World) -> Layout:

@@ -323,7 +323,7 @@ def case_of(choice: Choice) -> Case:
             | {"moe_expert_capacity_factor": choice.get("capacity", 0.0)}
             | dropout
             | {"untie_embeddings": choice["untied"]}
-            | {"mtp_num_layers": choice["mtp"], "mtp_loss_scaling_factor": 0.3},
+            | ({"mtp_num_layers": choice["mtp"], "mtp_loss_scaling_factor": 0.3} if choice["mtp"] else {}),
         ),
         batch=choice["dp"] * choice["micro_batches"] * SAMPLES - choice["short"],
         micro_batch_size=SAMPLES if choice["short"] else 0,

@@ -322,7 +322,7 @@ class _Holder:
         self.tensor = tensor
 
 
-class _Saved:
+class _SavedStorages:
     """The storages of the tensors that autograd saves in a forward.
 
     Attributes:
@@ -352,7 +352,7 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
         gradients = _Gradients(grad_dtype, add, at_once, recorder.differences)
         traced = Traced(kind, device, recorder, gradients)
         tables = dict(traced.context.table_bytes)
-        saved, x = _Saved(), traced.input()
+        saved, x = _SavedStorages(), traced.input()
         with recorder:
             with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda holder: holder.tensor):
                 y = traced.compute(x, traced.batch, True)

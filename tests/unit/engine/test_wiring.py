@@ -318,6 +318,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "training": True,
         "num_corpora": 2,
         "by_sample": False,
+        "depths": 0,
     },
     "learning_rate": {"config": As("Trainer.config.optimizer"), "iteration": 1},
     "rank_spec": {"config": CONFIG, "layout": As("Trainer.mesh.layout"), "pp": 0, "declare": declare},
@@ -378,6 +379,7 @@ GENERATED: dict[str, Call] = {
         "max_new_tokens": 3,
         "batch_size": 2,
         "eod": 256,
+        "tell": Kind("method"),
     },
     "Stage": {
         "model": As("InferenceModel.model"),
