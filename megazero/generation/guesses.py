@@ -13,7 +13,7 @@ class Guesses:
 
     def __init__(self, inference: InferenceModel) -> None:
         self.inference, modules = inference, inference.model.mtp_num_layers
-        self.counts = torch.zeros(modules if inference.mesh.cp.size == 1 else 0, 2, dtype=torch.float64)
+        self.counts = torch.zeros(modules, 2, dtype=torch.float64)
 
     def add(self, texts: list[Text]) -> None:
         """Count the texts of this rank."""

@@ -93,12 +93,12 @@ class InferenceModel:
         """Return how many tokens behind a prompt are the likeliest of each module of multi-token prediction.
 
         The result is [modules, 2], of tokens that are and of tokens, on the last stage; None on the others. Only the
-        last tokens of a text that is longer than the window count. Not for context parallelism.
+        last tokens of a text that is longer than the window count. Context-parallel ranks compute the same.
         """
         first = max(0, len(ids) - self.window)
         ids, num_prompt = ids[first:], max(1, num_prompt - first)
         whole = torch.tensor([ids], device=self.mesh.device)
-        tokens = self._tokens([NewTokens(ids, 0)], [(range(len(ids)),)], self.new_cache(1, len(ids)))
+        tokens = self._tokens([NewTokens(ids, 0)], [(range(len(ids)),)], KVCache(1, len(ids)))
         x, head = self._hidden(whole, tokens), self.stage.head
         if head is None or head.depths is None:
             return None

@@ -42,7 +42,7 @@ def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def exported(model: ModelConfig) -> ModelConfig:
-    """Return the model as an export holds it, and warn of what is left out."""
+    """Return the model as an export holds it, and warn of modules that are left out."""
     family = family_of(model)
     found = without_left_out(model, family)
     if found != model:

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megazero.engine.model.stage import BLOCKS
-from megazero.engine.model.stage import HEAD as HEAD_LAYER
 from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.engine.options.schema import ModelConfig
 
@@ -32,10 +30,8 @@ RESOLVED |= {"seq_length": "max_positions"}
 OF_TRAINING = {"architecture", "hidden_dropout", "attention_dropout", "init_method_std", "max_position_embeddings"}
 OF_TRAINING |= {"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"}
 OF_TRAINING |= {"mtp_num_layers", "mtp_loss_scaling_factor"}  # an export leaves modules out that it has no place for
-MODULE, IN_MODULE = (
-    HEAD_LAYER + ".mtp.{}.",
-    "mtp.",
-)  # of multi-token prediction; of its own weights in the rows of a block
+# Prefixes of names: of a block, of a module of multi-token prediction, of its own weights in the rows of a block.
+BLOCK, MODULE, IN_MODULE = "blocks.{}.", "head.mtp.{}.", "mtp."
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,7 @@ def _in_block(ours: str, model: ModelConfig) -> str:
     found = re.fullmatch(re.escape(MODULE).replace(r"\{\}", r"(\d+)") + "(block[.])?(.+)", ours)
     if found is None:
         return ours
-    return f"{BLOCKS}{model.num_layers + int(found[1])}.{'' if found[2] else IN_MODULE}{found[3]}"
+    return BLOCK.format(model.num_layers + int(found[1])) + ("" if found[2] else IN_MODULE) + found[3]
 
 
 def _in_module(named: str, model: ModelConfig) -> str:

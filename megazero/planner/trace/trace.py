@@ -316,7 +316,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Holder:
-    """What autograd holds in place of a saved tensor, until it frees the graph."""
+    """Stands for a saved tensor in a graph, until autograd frees it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

@@ -279,7 +279,7 @@ class MicroBatchInfo(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What a micro-batch's tokens predict at one depth of multi-token prediction: k tokens further ahead."""
+    """Inputs and targets of module k of multi-token prediction, for a micro-batch's tokens."""
 
     ids: torch.Tensor  # [b, t] int64: the token k places behind each
     labels: torch.Tensor  # [b, t] int64: the token behind that one
