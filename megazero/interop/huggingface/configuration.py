@@ -52,7 +52,11 @@ HARMLESS = frozenset(
 # balances experts, which is a choice of training: --moe-aux-loss-coeff, of a loss that differs (docs/experts.md).
 ADD = "it changes the model; docs/extending.md shows how to add a part of a model"
 # Keys that ask for other weights, or layers that differ -> the way out.
-NEVER = {"quantization_config": "train the model that has not been quantised", "per_layer_config": ADD}
+NEVER = {
+    "quantization_config": "load a folder of the same weights in bf16, as transformers' from_pretrained dequantises "
+    "them (for MXFP4 with Mxfp4Config(dequantize=True)) and save_pretrained writes them, without this key",
+    "per_layer_config": ADD,
+}
 # Code of a model's own: from_pretrained runs it with trust_remote_code alone.
 IGNORED = ("auto_map",)
 # Keys that no class reads any more, with the values that ask for nothing. Gemma's activation is hidden_activation.
@@ -79,7 +83,7 @@ LACKING = {
     **{"apertus": "xIELU in its MLP", "olmo": "norms without weights", "opt": "learned positions with an offset"},
     **{"dbrx": "clipped queries and keys", "diffllama": "differential attention", "jetmoe": "experts in attention"},
     **{"hunyuan_v1_dense": "norms of queries behind the rotation", "longcat_flash": "experts without weights"},
-    **{"gpt_oss": "attention sinks", "lfm2": "convolutions", "llama4_text": "attention in chunks"},
+    **{"lfm2": "convolutions", "llama4_text": "attention in chunks"},
     **{"minicpm3": "LongRoPE positions", "recurrent_gemma": "recurrent layers"},
 }
 

@@ -61,7 +61,8 @@ COMING: set[str] = set()
 # 164: --elastic.
 # 165: --max-position-embeddings, which keeps a loaded model's context in its exports.
 # 164: CUDA graphs are gone.
-NUM_OPTIONS = 174
+# 175: --yarn-correction-range-round-to-int, which gpt-oss switches off.
+NUM_OPTIONS = 175
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {

@@ -162,7 +162,7 @@ def test_null_stands_for_the_usual_value(model_type: str, tmp_path: Path) -> Non
             {"scale_attn_weights": True, "reorder_and_upcast_attn": True, "n_routed_experts": 8},
             "has reorder_and_upcast_attn True; this version does not compute it: it changes the model; docs/extending",
         ),
-        ("llama", {"quantization_config": {"bits": 4}}, "compute it: train the model that has not been quantised"),
+        ("llama", {"quantization_config": {"bits": 4}}, "compute it: load a folder of the same weights in bf16"),
         *(  # transformers stops at these, or masks every token
             (
                 kind,
