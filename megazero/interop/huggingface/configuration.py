@@ -3,12 +3,12 @@
 Note [Every key is read]
 transformers' class parses config.json, and the family's row in MODELS converts the result; the attributes that the row
 reads are recorded. A key of the file is *read* if the row reads its attribute, or if an attribute that the row reads
-is another without the key, or with 1 as its number: `rope_theta` of old files becomes a part of `rope_parameters`, and
-may have the default value. Then the file is parsed again with the keys that are read alone. An attribute that differs
-between both is one that the file sets away from its default, and that nothing of ours computes: it is refused, unless
-no computation depends on it (`HARMLESS`). So a row needs no list of the keys that it does not support, and a key that a
-later transformers adds is refused too. Keys that transformers' model ignores although its class has them are ignored,
-and reported: IGNORED, and `HuggingFaceModel.ignored`.
+is another without the key, or with 1 as its number or its factor: `rope_theta` and `rope_scaling` of old files become
+`rope_parameters`, and may have the default values. Then the file is parsed again with the keys that are read alone. An
+attribute that differs between both is one that the file sets away from its default, and that nothing of ours computes:
+it is refused, unless no computation depends on it (`HARMLESS`). So a row needs no list of the keys that it does not
+support, and a key that a later transformers adds is refused too. Keys that transformers' model ignores although its
+class has them are ignored, and reported: IGNORED, and `HuggingFaceModel.ignored`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ HARMLESS = frozenset(
 ADD = "it changes the model; docs/extending.md shows how to add a part of a model"
 # Keys that ask for other weights, or layers that differ -> the way out.
 NEVER = {
-    "quantization_config": "load a folder of the same weights in bf16, as transformers' from_pretrained dequantises "
-    "them (for MXFP4 with Mxfp4Config(dequantize=True)) and save_pretrained writes them, without this key",
+    "quantization_config": "load a folder with the dequantised weights in bf16, such as transformers' save_pretrained "
+    "writes after from_pretrained (for MXFP4 with Mxfp4Config(dequantize=True))",
     "per_layer_config": ADD,
 }
 # Code of a model's own: from_pretrained runs it with trust_remote_code alone.
@@ -199,9 +199,9 @@ def _refuse_unread(
         return _parsed(parser, {key: value for key, value in keys.items() if key not in left} | others)
 
     def is_read(key: str) -> bool:
-        value = keys[key]
-        others = [{}, {key: type(value)(2 if value == 1 else 1)}] if type(value) in (int, float) else [{}]
-        return any(differing(parsed({key}, **other), read) for other in others)
+        other = _with_other_numbers(keys[key])
+        others: list[dict[str, Any]] = [{}] if other is None else [{}, {key: other}]
+        return any(differing(parsed({key}, **given), read) for given in others)
 
     asked = {key for key, value in keys.items() if key not in HARMLESS and not _without_effect(key, value)}
     unread = {key for key in asked - read if not is_read(key)}
@@ -221,6 +221,13 @@ def _refuse(asked: Mapping[str, Any], way_out: str) -> None:
     if asked:
         found = ", ".join(f"{name} {_shown(value)}" for name, value in asked.items())
         raise ValueError(f"{CONFIG} has {found}; this version does not compute it: {way_out}")
+
+
+def _with_other_numbers(value: Any) -> Any:
+    """Return another number for a number, and a dict with another factor for one with a factor; else None."""
+    if isinstance(value, dict) and "factor" in value:
+        return value | {"factor": _with_other_numbers(value["factor"])}
+    return type(value)(2 if value == 1 else 1) if type(value) in (int, float) else None
 
 
 def _without_effect(key: str, value: Any) -> bool:

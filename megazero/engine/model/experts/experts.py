@@ -37,7 +37,7 @@ class GroupedLinear(nn.Module):
     """E linear layers, or one: y [R, out] = x [R, in] @ weight[.., out, in].T with the matrix of each row's group.
 
     A bias is sharded with its weight. If the weight's inner dim is sharded, y is a summand of each rank of etp, and a
-    rank adds its part of the bias to its part of the columns: so no rank adds the same, and no gradient is summed twice.
+    rank adds its part of the bias to its part of the columns. So no rank adds the same, and no gradient needs a sum.
 
     Args:
         shape: of the weight; all but the last dim are out, except a first dim of `experts`.

@@ -56,7 +56,9 @@ class Routed(NamedTuple):
 
 
 class Router(nn.Module):
-    """x @ weight.T, plus a bias if experts have them: a token passes the k experts with the largest scores, see `ExpertScores`.
+    """x @ weight.T, plus a bias if experts have biases. A token passes the k experts with the largest scores.
+
+    See `ExpertScores`.
 
     The ranks that share each expert (etp) route the same T tokens. Each has a part of the experts' inner width, so the
     gradient of a chosen expert's weight in the sum is a summand of that rank, and the router's gradients are too.

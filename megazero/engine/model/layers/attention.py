@@ -89,7 +89,8 @@ class CoreAttention:
             y = _ExplicitAttention.apply(q, k, v, self, rows, documents, dealt, keys, handle)
         else:
             assert rows is None, "the fused kernels draw masks that depend on the layout"
-            y = fused_attention(q, k, v, self.scores, documents, dealt=dealt, keys=keys, sinks=self.sinks)
+            scores, sinks = self.scores, self.sinks
+            y = fused_attention(q, k, v, scores=scores, documents=documents, dealt=dealt, keys=keys, sinks=sinks)
         return y.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
     def exchange(self, fused: bool, dealt: DealtTokens | None) -> AllKeys:

@@ -158,9 +158,10 @@ class KVCache:
         scores: Scores,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend to the keys of all ranks, and once to the sinks: q [b, g, n/g, d], keys and values [b, g, L, d] -> as q. In fp32 at least.
+        """Attend to the keys of all ranks: q [b, g, n/g, d], keys and values [b, g, L, d] -> as q. In fp32 at least.
 
-        The log-sum-exp of a rank that has no key of a sequence is minus infinity, so its weight is 0.
+        Sinks are added once, after all ranks' keys. The log-sum-exp of a rank that has no key of a sequence is minus
+        infinity, so its weight is 0.
         """
         dtype, d = wide(q), q.shape[-1]
         capped = scores.cap_(q.to(dtype) * scores.factor(d) @ keys.to(dtype).transpose(-1, -2))

@@ -34,7 +34,7 @@ class Sinks(nn.Module):
         log_sums.copy_(torch.logaddexp(log_sums, scores))
 
     def softmax(self, scores: torch.Tensor, starts: torch.Tensor | None, indices: torch.Tensor | None) -> torch.Tensor:
-        """As `Kernels.causal_softmax`, of scores [b, n/tp, t, s] and the sinks."""
+        """Return the softmax of scores [b, n/tp, t, s] and sinks, without the sinks' share; see `causal_softmax`."""
         exact = scores.masked_fill_(unseen(scores, starts, indices), -torch.inf).to(wide(scores))
         sums = exact.logsumexp(-1)
         return (exact - torch.logaddexp(sums, self._like(sums))[..., None]).exp_().to(scores.dtype)

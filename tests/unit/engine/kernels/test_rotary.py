@@ -219,7 +219,6 @@ def test_a_factor_of_one_is_no_scaling() -> None:
             "has beta_slow 2.0 in rope_parameters of rope_type yarn; this version computes 1 only",
         ),
         (OLMO3 | {"attention_factor": 1.3}, "has attention_factor 1.3 .*; this version computes 1.20794 only"),
-        (OLMO3 | {"truncate": False}, "has truncate False"),
         (LLAMA_3 | {"mscale": 0.7}, "has mscale 0.7 .* of rope_type llama3; this version does not compute it"),
         (LLAMA_3 | {"high_freq_factor": 8.0}, "has high_freq_factor 8.0"),
         (
