@@ -190,7 +190,8 @@ def _options(architecture: str) -> dict[str, Any]:
 def blocked(architecture: str) -> dict[str, Any]:
     """Return sizes with which rows of most matrices are whole blocks of small moments, on any number of ranks."""
     latent = {"kv_lora_rank": 32, "qk_head_dim": 26, "v_head_dim": 32}
-    return {"hidden_size": 96} | (latent if architecture.startswith("deepseek") else {"kv_channels": 32})
+    shared = {"hidden_size": 128 if architecture == "gpt-oss" else 96}  # tp shares the biases of gpt-oss' experts
+    return shared | (latent if architecture.startswith("deepseek") else {"kv_channels": 32})
 
 
 def _ranks(division: str, tp: int) -> int:
