@@ -76,7 +76,7 @@ def wanted_of(dtype: torch.dtype, scores: Scores, starts: torch.Tensor, dy: torc
 def test_a_sink_is_a_key_without_a_value(
     precision: str, device: Any, fused: bool, again: bool, scores: Scores, documents: bool
 ) -> None:
-    """By kernels, whose results are corrected, and by explicit weights, saved or made again."""
+    """Results of kernels are corrected; explicit weights have it, saved or made again."""
     starts = torch.zeros(B, LENGTH, dtype=torch.int64)
     if documents:
         starts[0, 20:], starts[1, 110:] = 20, 110
