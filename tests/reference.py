@@ -173,14 +173,23 @@ def linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def attention(
-    model: ModelConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, drop: Drop, seen: torch.Tensor
+    model: ModelConfig,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    drop: Drop,
+    seen: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q, k, v [b, n, s, d], seen [b, s, s]: by each query -> [b, s, n d]"""
+    """q, k, v [b, n, s, d], seen [b, s, s]: by each query; sinks [n]: score of a key without a value -> [b, s, n d]"""
     scores = q @ k.transpose(-1, -2) * (model.attention_scale or q.shape[-1] ** -0.5)
     if model.attention_softcap:
         scores = model.attention_softcap * (scores / model.attention_softcap).tanh()
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    return (drop(model.attention_dropout, "scores", scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return (drop(model.attention_dropout, "scores", weights) @ v).transpose(1, 2).flatten(2)
 
 
 def grouped_attention(
@@ -195,7 +204,8 @@ def grouped_attention(
         q, k = norm(model, w, "attention.query_norm", q), norm(model, w, "attention.key_norm", k)
     each = model.num_attention_heads // model.query_groups
     k, v = (t.repeat_interleave(each, dim=1) for t in (turn(k), v))
-    return linear(w, "attention.proj", attention(model, turn(q), k, v, drop, seen))
+    sinks = w.get("attention.sinks.weight")
+    return linear(w, "attention.proj", attention(model, turn(q), k, v, drop, seen, sinks))
 
 
 def latent_attention(
@@ -233,9 +243,12 @@ def fused_attention(
     return linear(w, "attention.proj", attention(model, *qkv.transpose(1, 2).unbind(3), drop, seen))
 
 
-def mlp(model: ModelConfig, up: torch.Tensor, down: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """down [h, f] @ activation(up [f or 2 f, h] @ y)"""
-    return F.linear(activated(model, F.linear(y, up)), down)
+def mlp(model: ModelConfig, w: Weights, name: str, y: torch.Tensor, expert: int | None = None) -> torch.Tensor:
+    """down [h, f] @ activation(up [f or 2 f, h] @ y), with biases if there are any; of one of the experts."""
+    mine = {key.removeprefix(f"{name}."): value for key, value in w.items() if key.startswith(f"{name}.")}
+    if expert is not None:
+        mine = {key: value[expert] for key, value in mine.items()}
+    return linear(mine, "down", activated(model, linear(mine, "up", y)))
 
 
 def activated(model: ModelConfig, inner: torch.Tensor) -> torch.Tensor:
@@ -245,13 +258,14 @@ def activated(model: ModelConfig, inner: torch.Tensor) -> torch.Tensor:
         "gelu-tanh": lambda: F.gelu(inner, approximate="tanh"),
         "swiglu": lambda: F.silu(gate) * value,
         "geglu-tanh": lambda: F.gelu(gate, approximate="tanh") * value,
+        "swiglu-clamped": lambda: (value.clamp(-7, 7) + 1) * gate.clamp(max=7) * (1.702 * gate.clamp(max=7)).sigmoid(),
     }[model.traits.activation]()
 
 
 def mlp_or_experts(model: ModelConfig, w: Weights, y: torch.Tensor, note: Note) -> torch.Tensor:
     if "mlp.router.weight" not in w:
-        return linear(w, "mlp.down", activated(model, linear(w, "mlp.up", y)))
-    logits = F.linear(y, w["mlp.router.weight"])
+        return mlp(model, w, "mlp", y)
+    logits = F.linear(y, w["mlp.router.weight"], w.get("mlp.router.logit_bias"))
     scores = logits.sigmoid() if model.moe_router_score_function == "sigmoid" else logits.softmax(-1)
     best, chosen = within_groups(model, scores).topk(model.moe_router_topk)
     if not model.moe_router_pre_softmax:
@@ -261,11 +275,11 @@ def mlp_or_experts(model: ModelConfig, w: Weights, y: torch.Tensor, note: Note) 
     note(Choice(logits, chosen, kept))
     best = best * kept
     total = torch.zeros_like(y)
-    for e, (up, down) in enumerate(zip(w["mlp.experts.up.weight"], w["mlp.experts.down.weight"], strict=True)):
+    for e in range(model.num_experts):
         weight = (best * (chosen == e)).sum(-1, keepdim=True)
-        total = total + weight * mlp(model, up.reshape(-1, y.shape[-1]), down, y)
+        total = total + weight * mlp(model, w, "mlp.experts", y, e)
     if "mlp.shared.up.weight" in w:
-        shared = mlp(model, w["mlp.shared.up.weight"].reshape(-1, y.shape[-1]), w["mlp.shared.down.weight"], y)
+        shared = mlp(model, w, "mlp.shared", y)
         gate = w.get("mlp.shared_gate.weight")
         total = total + (shared if gate is None else F.linear(y, gate).sigmoid() * shared)
     return total
@@ -326,7 +340,8 @@ def rotated(model: ModelConfig, kind: str, position: torch.Tensor, x: torch.Tens
         rotary = Rotary(d, model.local_rotary_base)
     elif model.rope_scaling_factor > 1:
         scaling = model.rope_scaling_factor, model.rope_scaling_type, model.rope_trained_length
-        rotary = Rotary(d, model.rotary_base, *scaling, fast=model.beta_fast)
+        rounds = model.yarn_correction_range_round_to_int
+        rotary = Rotary(d, model.rotary_base, *scaling, fast=model.beta_fast, rounds=rounds)
     size = 0.1 * math.log(rotary.scaling) + 1 if rotary.scaling_type == "yarn" else 1.0
     if rotary.scaling_type == "yarn" and model.mscale and model.mscale_all_dim:
         above, below = (0.1 * m * math.log(rotary.scaling) + 1 for m in (model.mscale, model.mscale_all_dim))
@@ -486,7 +501,7 @@ def train(
     w = initial_weights(config)
     frozen = {name for name in w if any(fnmatch.fnmatch(name, p) for p in config.training.freeze_parameters)}
     trained = {name: t.requires_grad_() for name, t in w.items() if name not in frozen}
-    no_decay = {name for name in w if "norm" in name or name.endswith("bias")}
+    no_decay = {name for name in w if any(word in name for word in ("norm", "bias", "sinks"))}
     moved = {name for name in trained if o.optimizer == "muon" and matrices(name, w[name])}
     moved |= {name for name in trained if o.optimizer == "lion"}
     groups = [

@@ -55,7 +55,8 @@ PARALLEL = (
     "attention and MLP side by side, a {} {} each",
 )
 ACTIVATIONS = {"gelu": "GELU", "gelu-tanh": "tanh GELU", "swiglu": "SwiGLU", "geglu-tanh": "tanh GEGLU"}
-BIASES = {"qkv": "q, k, v", "proj": "projection", "mlp": "MLP", "logits": "logits"}
+ACTIVATIONS |= {"swiglu-clamped": "clamped SwiGLU"}
+BIASES = {"qkv": "q, k, v", "proj": "projection", "mlp": "MLP", "experts": "experts", "logits": "logits"}
 
 
 def structure(traits: ArchitectureTraits) -> str:
@@ -67,6 +68,7 @@ def structure(traits: ArchitectureTraits) -> str:
         f"biases: {biases}" if biases else "no biases",
         "learned positions" if traits.learned_positions else "rotary positions",
     ]
+    parts += ["attention sinks"] * traits.sinks
     parts += ["q, k, v in one weight"] * traits.fused_qkv + ["embeddings x sqrt(hidden size)"] * traits.root_embedding
     return "; ".join(parts)
 

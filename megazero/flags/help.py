@@ -42,6 +42,7 @@ FAMILY = (
     "qk-pos-emb-head-dim",
     "v-head-dim",
     "beta-fast",
+    "yarn-correction-range-round-to-int",
     "mscale",
     "mscale-all-dim",
     "norm-epsilon",

@@ -18,6 +18,8 @@ def split_widths(model: ModelConfig, expert_tp: int = 0) -> dict[str, int]:
         widths["ffn-hidden-size"] = model.ffn_size
     if model.num_experts and not expert_tp:
         widths[_expert_width(model)] = model.expert_size
+        if "experts" in model.traits.biases:
+            widths["hidden-size"] = model.hidden_size
     if model.moe_shared_expert_intermediate_size:
         widths["moe-shared-expert-intermediate-size"] = model.moe_shared_expert_intermediate_size
     return widths
@@ -61,6 +63,11 @@ def check_model(config: Config) -> None:
         raise ValueError(
             f"--{_expert_width(model)} {model.expert_size} is not divisible by --expert-tensor-parallel-size {etp}; "
             f"use an --expert-tensor-parallel-size of {sizes}"
+        )
+    if etp and "experts" in model.traits.biases and hidden % etp:
+        raise ValueError(
+            f"--hidden-size {hidden} is not divisible by --expert-tensor-parallel-size {etp}, whose ranks share the "
+            "biases of experts; use --expert-tensor-parallel-size 1"
         )
     groups = model.query_groups
     if groups % tp and tp % groups:
@@ -165,9 +172,9 @@ def _check_architecture(model: ModelConfig) -> None:
             f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; use one of {sizes}"
         )
     scaled = model.rope_scaling_type == "yarn" and model.rope_scaling_factor > 1
-    for name in ("beta-fast", "mscale", "mscale-all-dim"):
+    for name in ("beta-fast", "mscale", "mscale-all-dim", "yarn-correction-range-round-to-int"):
         value = getattr(model, name.replace("-", "_"))
-        if value != flags()[name].default and not scaled:
+        if not scaled and value not in (flags()[name].default, model.traits.defaults.get(name)):
             raise ValueError(
                 f"{as_flag(name, value)} has no effect without --rope-scaling-type yarn and a --rope-scaling-factor "
                 "above 1; add them, or drop it"

@@ -199,9 +199,10 @@ class Model(NamedTuple):
         inner, hidden = heads * width, heads * width
         if model.num_attention_heads * model.head_dim != model.hidden_size:
             share = model.hidden_size / (model.num_attention_heads * model.head_dim)
-            hidden = max(unit, round(inner * share / unit) * unit)
+            step = unit * parts if "experts" in model.traits.biases else unit  # ranks share the biases of experts
+            hidden = max(step, round(inner * share / step) * step)
             if hidden == inner:
-                hidden = inner + unit if share > 1 else max(unit // 2, inner - unit)
+                hidden = inner + step if share > 1 else max(step // 2, inner - step)
         hidden = min(hidden, model.hidden_size) if model.kv_channels else hidden
         shrink = hidden / model.hidden_size
 

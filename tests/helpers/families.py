@@ -50,6 +50,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "untie_embeddings": True}
     | {"moe_router_bias_update_rate": 0.0, "moe_router_topk_scaling_factor": 1.5}
     | {"moe_shared_expert_intermediate_size": 28},
+    "gpt-oss": {"num_query_groups": 2, "kv_channels": 16, "window_size": 4, "layer_pattern": "LG", "rotary_base": 5e3}
+    | {"num_experts": 6, "moe_router_topk": 3, "untie_embeddings": True}
+    | {"rope_scaling_type": "yarn", "yarn_correction_range_round_to_int": False, **SCALED},
     "gemma": GEMMA | {"attention_scale": 0.0},
     "glm4": {"num_query_groups": 2, "rotary_percent": 0.5, "rotary_interleaved": True, "add_qkv_bias": True}
     | {"kv_channels": 12},

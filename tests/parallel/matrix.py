@@ -20,7 +20,7 @@ from tests.parallel.cases import MODEL, RESETS, Case
 Choice = dict[str, Any]  # factor -> level
 
 # Families that have, together, every part and option of a family; tests/parallel/test_families.py has all families.
-COMBINED = ("qwen3", "olmo3", "gemma2", "gpt-neox", "deepseek-v3")
+COMBINED = ("qwen3", "olmo3", "gemma2", "gpt-neox", "deepseek-v3", "gpt-oss")
 Factors = dict[str, tuple[Any, ...]]  # factor -> levels, the plainest first
 
 LAYOUT: Factors = dict.fromkeys(("pp", "dp", "cp", "tp"), (1, 2, 3, 4))
@@ -30,6 +30,7 @@ SCORES: dict[str, dict[str, Any]] = {  # options of attention's scores
     "window in turns": {"window_size": 3, "layer_pattern": "LLG", "attention_scale": 0.3},
     "capped": {"attention_softcap": 0.4},
 }
+NO_WINDOW = {"window_size": 0, "layer_pattern": ""}
 # level -> share of the elements
 ON_HOST = {"adamw, 0.4 on the host": 0.4, "adamw, on the host": 1.0, "adamw, in a file": 1.0}
 FACTORS: Factors = {
@@ -81,7 +82,7 @@ NUMBERS: Factors = {
     "optimizer": ("adamw", *ON_HOST),
     "micro_batches": (1, 3),
     "reduce_bucket_size": (40_000_000, 5000),
-    "architecture": ("gpt2", "llama, 2 groups", "deepseek-v3"),
+    "architecture": ("gpt2", "llama, 2 groups", "deepseek-v3", "gpt-oss"),
     "reset": ("", "documents"),
     "short": (0, 2),  # less of a batch would have more rounding
 }
@@ -119,7 +120,7 @@ WITH_EXPERTS: Factors = {
     },
     **{name: FACTORS[name] for name in ("dropout", "frozen", "seq_length", "reset", "short")},
     "mtp": (0, 2),
-    "architecture": ("llama, 2 groups", "qwen3", "gemma2", "deepseek-v3"),
+    "architecture": ("llama, 2 groups", "qwen3", "gemma2", "deepseek-v3", "gpt-oss"),
     "optimizer": ("adamw", "muon", *ON_HOST),
     "moments": ("fp32", "int8"),
     "targets": ("most", "last", "uneven"),
@@ -185,15 +186,16 @@ class Rule:
 def _options(architecture: str) -> dict[str, Any]:
     """Return the options of the model of a level."""
     name, _, groups = architecture.partition(", ")
-    if architecture in COMBINED:
-        return {"architecture": name} | dense(name)
+    if architecture in COMBINED:  # windows of gpt-oss are levels of "scores", so that a ring meets its sinks
+        return {"architecture": name} | dense(name) | (NO_WINDOW if name == "gpt-oss" else {})
     return {"architecture": name, "num_query_groups": int(groups.split()[0]) if groups else 0}
 
 
 def blocked(architecture: str) -> dict[str, Any]:
     """Return sizes with which rows of most matrices are whole blocks of small moments, on any number of ranks."""
     latent = {"kv_lora_rank": 32, "qk_head_dim": 26, "v_head_dim": 32}
-    return {"hidden_size": 96} | (latent if architecture.startswith("deepseek") else {"kv_channels": 32})
+    shared = {"hidden_size": 128 if architecture == "gpt-oss" else 96}  # tp shares the biases of gpt-oss' experts
+    return shared | (latent if architecture.startswith("deepseek") else {"kv_channels": 32})
 
 
 def _ranks(division: str, tp: int) -> int:

@@ -341,10 +341,13 @@ def test_flash_attention_takes_the_pieces_of_a_gpu(ranks) -> None:
 
 def test_a_gpu_without_flash_attention_has_explicit_weights() -> None:
     with pretended_gpu((7, 0)):
-        assert is_attention_fused("cuda", "fp16", False) and not is_attention_fused("cuda", "fp16", False, dealt=True)
+        assert is_attention_fused("cuda", "fp16", False) and not is_attention_fused(
+            "cuda", "fp16", False, log_sums=True
+        )
     with pretended_gpu((8, 0)):
-        assert is_attention_fused("cuda", "bf16", False, True, dealt=True)
-        assert is_attention_fused("cuda", "fp32", False) and not is_attention_fused("cuda", "fp32", False, dealt=True)
-    assert is_attention_fused("meta", "bf16", False, dealt=True) and is_attention_fused(
-        "cpu", "fp32", False, dealt=True
+        assert is_attention_fused("cuda", "bf16", False, True, log_sums=True)
+        assert is_attention_fused("cuda", "fp32", False)
+        assert not is_attention_fused("cuda", "fp32", False, log_sums=True)
+    assert is_attention_fused("meta", "bf16", False, log_sums=True) and is_attention_fused(
+        "cpu", "fp32", False, log_sums=True
     )

@@ -35,6 +35,7 @@ GPT2 = replace(MODEL, num_layers=2, init_method_std=0.4, untie_embeddings=True)
 LLAMA = replace(GPT2, num_layers=3, architecture="llama", num_query_groups=2)
 IN_TURNS = replace(LLAMA, window_size=4, layer_pattern="LLG", attention_scale=0.3)
 CAPPED = replace(IN_TURNS, attention_softcap=0.8, window_size=5)
+SINKS = replace(IN_TURNS, architecture="gpt-oss", num_experts=4, ffn_hidden_size=24)
 # Of one token, fewer than ranks, as many as a window of the model, and more.
 PROMPTS = [
     [(31 * i + 7 * i * i + length) % WORDS for i in range(length)] for length in (1, 2, 4, LENGTH, LENGTH + 4, 7)
@@ -103,10 +104,11 @@ CASES = [
     (Layout(cp=3), IN_TURNS, DRAWN),
     (Layout(tp=2, cp=2), CAPPED, GREEDY),
     (Layout(pp=2, cp=2), IN_TURNS, GREEDY),
+    (Layout(tp=2, cp=2), SINKS, GREEDY),
     *(
         pytest.param(layout, model, sampling, marks=pytest.mark.slow)
         for layout in (Layout(cp=2), Layout(cp=3), Layout(cp=4), Layout(tp=2, cp=2), Layout(pp=2, cp=3))
-        for model in (GPT2, LLAMA, IN_TURNS, CAPPED)
+        for model in (GPT2, LLAMA, IN_TURNS, CAPPED, SINKS)
         for sampling in (GREEDY, DRAWN)
     ),
 ]

@@ -62,6 +62,9 @@ YARN = replace(LLAMA, rope_scaling_factor=4.0, rope_scaling_type="yarn", rope_tr
 LINEAR = replace(LLAMA, rope_scaling_factor=3.0, rope_scaling_type="linear")
 BY_LAYER = replace(LINEAR, layer_pattern="LNG", window_size=4, local_rotary_base=99.0)
 
+# A query sees the keys of every rank, but its head's sink once; and an expert's bias is added once.
+SINKS = replace(MODEL, num_layers=2, architecture="gpt-oss", num_query_groups=2, num_experts=4, ffn_hidden_size=24)
+
 
 def parameters(found: matrix.Covers) -> list[object]:
     """Parameters of a test: each generated case in its ring."""
@@ -169,13 +172,15 @@ BY_HAND = [
     Case(pp=2, model=POST_NORM, schedule="zero-bubble", micro_batches=4, recompute="full", md=True),
     Case(tp=2, model=YARN, sp=True, reset="positions"),
     Case(pp=2, model=BY_LAYER, recompute="selective"),
+    Case(cp=2, zero=3, model=SINKS, exchange="ring", reset="documents"),
+    Case(tp=2, model=SINKS),
 ]
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        *by_default(map(fp64, BY_HAND), 0, 1, 5, 6, 8),
+        *by_default(map(fp64, BY_HAND), 0, 1, 5, 6, 8, 11, 12),
         *parameters(matrix.covers()._replace(slow=matrix.covers().slow + matrix.products())),
     ],
     ids=str,

@@ -44,6 +44,11 @@ class RowGroups(NamedTuple):
         """All rows of x [R, c] are one group."""
         return cls(torch.full((1,), len(x), dtype=torch.int32, device=x.device), (len(x),))
 
+    def numbers(self, rows: int) -> torch.Tensor:
+        """Return the group of each row, [R] int64."""
+        at = torch.arange(rows, dtype=self.ends.dtype, device=self.ends.device)
+        return torch.searchsorted(self.ends[:-1], at, right=True)
+
     def slices(self) -> Iterator[slice]:
         assert self.sizes is not None
         for begin, end in pairwise(itertools.accumulate(self.sizes, initial=0)):

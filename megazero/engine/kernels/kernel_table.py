@@ -10,7 +10,7 @@ import torch
 from megazero.engine.kernels import dropout, eager, operators
 from megazero.engine.options.architectures import ActivationName
 
-GATED = ("swiglu", "geglu-tanh")  # activations of [.., 2 f], gates and values -> [.., f]
+GATED = ("swiglu", "geglu-tanh", "swiglu-clamped")  # activations of [.., 2 f], gates and values -> [.., f]
 
 
 class Activation(NamedTuple):
@@ -54,6 +54,7 @@ class Kernels(NamedTuple):
     exact_gelu: Activation
     swiglu: Activation  # [.., 2 f], gates and values -> silu(gates) * values
     geglu: Activation  # gelu(gates) * values, by tanh
+    clamped_swiglu: Activation
     # (scores [b, n, t, s]; the first key that each query sees, [b, t], None: 0; the last one, its own index, [b, t],
     # None: 0 to s - 1) -> weights; may overwrite scores
     causal_softmax: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
@@ -72,6 +73,7 @@ class Kernels(NamedTuple):
             "gelu-tanh": self.gelu,
             "swiglu": self.swiglu,
             "geglu-tanh": self.geglu,
+            "swiglu-clamped": self.clamped_swiglu,
         }[name]
 
 
@@ -85,6 +87,7 @@ EAGER = Kernels(
     exact_gelu=Activation(eager.exact_gelu, eager.exact_gelu_grad),
     swiglu=Activation(eager.swiglu, eager.swiglu_grad),
     geglu=Activation(eager.geglu, eager.geglu_grad),
+    clamped_swiglu=Activation(eager.clamped_swiglu, eager.clamped_swiglu_grad),
     causal_softmax=eager.causal_softmax,
     scores_grad=eager.scores_grad,
     rotary=eager.rotary,

@@ -40,6 +40,7 @@ class Rotary:
     mscale: float = 0.0  # YaRN's; see `ModelConfig`
     mscale_all_dim: float = 0.0
     fast: float = 32.0  # YaRN's; see SLOW
+    rounds: bool = True  # YaRN's: the first and last dims that are divided in part are whole numbers
 
     @classmethod
     def of(cls, model: ModelConfig, number: int) -> Rotary:
@@ -52,7 +53,8 @@ class Rotary:
             return cls(dim, model.local_rotary_base, interleaved=interleaved)
         scaling = model.rope_scaling_factor, model.rope_scaling_type, model.rope_trained_length
         growth = model.mscale, model.mscale_all_dim
-        return cls(dim, model.rotary_base, *scaling, interleaved, *growth, fast=model.beta_fast)
+        rounds = model.yarn_correction_range_round_to_int
+        return cls(dim, model.rotary_base, *scaling, interleaved, *growth, fast=model.beta_fast, rounds=rounds)
 
     @property
     def amplitude(self) -> float:
@@ -79,7 +81,10 @@ class Rotary:
         if self.scaling_type == "llama3":
             turns = self.trained_length / (2 * math.pi / frequencies)
             return ((turns - LOW_FREQUENCY) / (HIGH_FREQUENCY - LOW_FREQUENCY)).clamp(0, 1)
-        first, last = max(math.floor(self._dim_of(self.fast)), 0), min(math.ceil(self._dim_of(SLOW)), self.dim - 1)
+        first, last = self._dim_of(self.fast), self._dim_of(SLOW)
+        if self.rounds:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.dim - 1)
         dims = torch.arange(self.dim // 2, dtype=torch.float32, device=frequencies.device)
         return 1 - ((dims - first) / max(last - first, 0.001)).clamp(0, 1)
 

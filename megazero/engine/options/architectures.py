@@ -7,12 +7,13 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 NormName = Literal["layernorm", "rmsnorm", "rmsnorm-1p"]
-ActivationName = Literal["gelu", "gelu-tanh", "swiglu", "geglu-tanh"]
+ActivationName = Literal["gelu", "gelu-tanh", "swiglu", "geglu-tanh", "swiglu-clamped"]
 
 ROTARY = (
     *("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads"),
     *("rotary-base", "rotary-percent", "rotary-interleaved", "local-rotary-base"),
     *("rope-scaling-factor", "rope-scaling-type", "rope-trained-length", "beta-fast", "mscale", "mscale-all-dim"),
+    "yarn-correction-range-round-to-int",
 )
 # Latent attention has no biases, and comes before the MLP.
 LATENT = ("multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
@@ -26,8 +27,10 @@ class ArchitectureTraits(NamedTuple):
         norms: where they are in a branch of a block: x + branch(norm(x)), x + norm(branch(x)), or both ("around").
         parallel: norms of a block whose attention and MLP read the same x, as in x + attention(norm(x)) +
             mlp(norm(x)): 1 if they share it, 2 if each has its own. 0: attention, then the MLP.
-        activation: of the MLP; swiglu and geglu-tanh multiply a value by the activation of a gate.
-        biases: linear layers that have biases: qkv, proj (of attention), mlp, logits (the output matrix).
+        activation: of the MLP; swiglu, geglu-tanh and swiglu-clamped multiply a value by the activation of a gate.
+        biases: linear layers that have biases: qkv, proj (of attention), mlp, experts (with their router), logits (the
+            output matrix).
+        sinks: each head has an attention sink.
         fused_qkv: queries, keys and values are one weight.
         learned_positions: a table of positions is added to the embeddings; otherwise positions are rotary.
         root_embedding: embeddings are multiplied by sqrt(hidden size).
@@ -39,7 +42,8 @@ class ArchitectureTraits(NamedTuple):
     norms: Literal["before", "after", "around"] = "before"
     parallel: Literal[0, 1, 2] = 0
     activation: ActivationName = "swiglu"
-    biases: tuple[Literal["qkv", "proj", "mlp", "logits"], ...] = ()
+    biases: tuple[Literal["qkv", "proj", "mlp", "experts", "logits"], ...] = ()
+    sinks: bool = False
     fused_qkv: bool = False
     learned_positions: bool = False
     root_embedding: bool = False
@@ -98,6 +102,14 @@ ARCHITECTURES = {
     "deepseek-v3": _with(DEEPSEEK, SIGMOID),
     "glm4-moe": _with(
         LLAMA, SIGMOID | {"rotary-base": 1e6, "rotary-percent": 0.5, "norm-epsilon": 1e-5, "add-qkv-bias": True}
+    ),
+    "gpt-oss": ArchitectureTraits(
+        activation="swiglu-clamped",
+        biases=("qkv", "proj", "experts"),
+        sinks=True,
+        defaults={"untie-embeddings": True, "kv-channels": 64, "window-size": 128, "layer-pattern": "LG"}
+        | {"rotary-base": 1.5e5, "rope-scaling-factor": 32.0, "rope-scaling-type": "yarn", "rope-trained-length": 4096}
+        | {"yarn-correction-range-round-to-int": False, "num-experts": 32, "moe-router-topk": 4},
     ),
     "glm4": _with(
         LLAMA,

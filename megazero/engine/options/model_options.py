@@ -125,6 +125,9 @@ class ModelConfig:
     beta_fast: Annotated[float, Bounds(1, 1e6, "no dim makes more turns in a published context")] = 32.0
     """--rope-scaling-type yarn: wavelengths that turn more often than this in --rope-trained-length stay; those that
     turn less than once are stretched."""
+    yarn_correction_range_round_to_int: bool = True
+    """--rope-scaling-type yarn: round the dims between which wavelengths are stretched in part to whole ones. gpt-oss
+    does not."""
     mscale: Annotated[float, Bounds(0, 1000, "scores would overflow")] = 0.0
     """--rope-scaling-type yarn: queries and keys grow by (0.1 M ln(factor) + 1) / (0.1 A ln(factor) + 1) for this M
     and the A of --mscale-all-dim. 0, or A 0: by 0.1 ln(factor) + 1."""

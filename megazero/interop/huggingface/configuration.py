@@ -3,12 +3,12 @@
 Note [Every key is read]
 transformers' class parses config.json, and the family's row in MODELS converts the result; the attributes that the row
 reads are recorded. A key of the file is *read* if the row reads its attribute, or if an attribute that the row reads
-is another without the key, or with 1 as its number: `rope_theta` of old files becomes a part of `rope_parameters`, and
-may have the default value. Then the file is parsed again with the keys that are read alone. An attribute that differs
-between both is one that the file sets away from its default, and that nothing of ours computes: it is refused, unless
-no computation depends on it (`HARMLESS`). So a row needs no list of the keys that it does not support, and a key that a
-later transformers adds is refused too. Keys that transformers' model ignores although its class has them are ignored,
-and reported: IGNORED, and `HuggingFaceModel.ignored`.
+is another without the key, or with 1 as its number or its factor: `rope_theta` and `rope_scaling` of old files become
+`rope_parameters`, and may have the default values. Then the file is parsed again with the keys that are read alone. An
+attribute that differs between both is one that the file sets away from its default, and that nothing of ours computes:
+it is refused, unless no computation depends on it (`HARMLESS`). So a row needs no list of the keys that it does not
+support, and a key that a later transformers adds is refused too. Keys that transformers' model ignores although its
+class has them are ignored, and reported: IGNORED, and `HuggingFaceModel.ignored`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ HARMLESS = frozenset(
 # balances experts, which is a choice of training: --moe-aux-loss-coeff, of a loss that differs (docs/experts.md).
 ADD = "it changes the model; docs/extending.md shows how to add a part of a model"
 # Keys that ask for other weights, or layers that differ -> the way out.
-NEVER = {"quantization_config": "train the model that has not been quantised", "per_layer_config": ADD}
+NEVER = {
+    "quantization_config": "load a folder with the dequantised weights in bf16, such as transformers' save_pretrained "
+    "writes after from_pretrained (for MXFP4 with Mxfp4Config(dequantize=True))",
+    "per_layer_config": ADD,
+}
 # Code of a model's own: from_pretrained runs it with trust_remote_code alone.
 IGNORED = ("auto_map",)
 # Keys that no class reads any more, with the values that ask for nothing. Gemma's activation is hidden_activation.
@@ -81,7 +85,7 @@ LACKING = {
     **{"apertus": "xIELU in its MLP", "olmo": "norms without weights", "opt": "learned positions with an offset"},
     **{"dbrx": "clipped queries and keys", "diffllama": "differential attention", "jetmoe": "experts in attention"},
     **{"hunyuan_v1_dense": "norms of queries behind the rotation", "longcat_flash": "experts without weights"},
-    **{"gpt_oss": "attention sinks", "lfm2": "convolutions", "llama4_text": "attention in chunks"},
+    **{"lfm2": "convolutions", "llama4_text": "attention in chunks"},
     **{"minicpm3": "LongRoPE positions", "recurrent_gemma": "recurrent layers"},
 }
 
@@ -203,9 +207,9 @@ def _refuse_unread(
         return _parsed(parser, {key: value for key, value in keys.items() if key not in left} | others)
 
     def is_read(key: str) -> bool:
-        value = keys[key]
-        others = [{}, {key: type(value)(2 if value == 1 else 1)}] if type(value) in (int, float) else [{}]
-        return any(differing(parsed({key}, **other), read) for other in others)
+        other = _with_other_numbers(keys[key])
+        others: list[dict[str, Any]] = [{}] if other is None else [{}, {key: other}]
+        return any(differing(parsed({key}, **given), read) for given in others)
 
     asked = {key for key, value in keys.items() if key not in HARMLESS and not _without_effect(key, value)}
     unread = {key for key in asked - read if not is_read(key)}
@@ -225,6 +229,13 @@ def _refuse(asked: Mapping[str, Any], way_out: str) -> None:
     if asked:
         found = ", ".join(f"{name} {_shown(value)}" for name, value in asked.items())
         raise ValueError(f"{CONFIG} has {found}; this version does not compute it: {way_out}")
+
+
+def _with_other_numbers(value: Any) -> Any:
+    """Return another number for a number, and a dict with another factor for one with a factor; else None."""
+    if isinstance(value, dict) and "factor" in value:
+        return value | {"factor": _with_other_numbers(value["factor"])}
+    return type(value)(2 if value == 1 else 1) if type(value) in (int, float) else None
 
 
 def _without_effect(key: str, value: Any) -> bool:

@@ -164,6 +164,8 @@ def _parts(
     in_bands = bands(reader.manifest.tensors[f"model.{name}"].shape)
     if row.form is SAME:
         yield map(functools.partial(read, name), in_bands)
+    elif row.form.by_rows:
+        yield (row.form.split([read(name, band)], model)[0].contiguous() for band in in_bands)
     elif row.expert is None:
         parts = row.form.split([read(name, slice(None)) for name in row.ours], model)
         yield from ([part.contiguous()] for part in parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megazero.engine.kernels.eager import SWIGLU_LIMIT, SWIGLU_SLOPE
 from megazero.engine.options.schema import ModelConfig
 from megazero.flags.flag_names import as_flag
 from megazero.interop.huggingface.gpt_families import GPT2, GPTJ
@@ -30,6 +31,7 @@ from megazero.interop.huggingface.tensor_names import (
     EXPERTS_IN_MEMORY,
     GATED_MLP,
     GLM,
+    GPT_OSS,
     LATENT_ATTENTION,
     LLAMA_OUTSIDE,
     MIXTRAL_EXPERTS,
@@ -311,6 +313,17 @@ MODELS = {
             **GLMS,
         ),
         _llama("glm4", "Glm4ForCausalLM", PARTIAL_ROTARY, HEAD_DIM, layers=AROUND_GLM4 | GLM, **GLMS),
+        _llama(
+            "gpt_oss",
+            "GptOssForCausalLM",
+            *(ROTARY, HEAD_DIM, WINDOWS),
+            architecture="gpt-oss",
+            layers=BEFORE | ATTENTION | GPT_OSS,
+            options={"num_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
+            required={"hidden_act": ("silu",), "attention_bias": (True,)}
+            | {"swiglu_limit": (SWIGLU_LIMIT,), "swiglu_alpha": (SWIGLU_SLOPE,)},
+            ignored=("experts_per_token", "initial_context_length"),
+        ),
         _llama("olmo2", "Olmo2ForCausalLM", ROTARY, **OLMO),
         _llama("olmo3", "Olmo3ForCausalLM", LOCAL_ROTARY, WINDOWS, **OLMO),
         _llama(

@@ -104,6 +104,14 @@ KEYS_AND_VALUES = Form(  # [g, 2, d, ...] and two [g d, ...]
 STACKED = Form(lambda xs, _: xs[0].unbind(0), lambda xs, _: (torch.stack(list(xs)),))  # [2, f, ...] and two [f, ...]
 HALVES = Form(lambda xs, _: (xs[0].flatten(0, 1),), lambda xs, _: (xs[0].unflatten(0, (2, -1)),))  # [2 f, ...]
 EXPERT = Form(lambda xs, _: xs[0][0].unbind(0), lambda xs, _: (torch.stack(list(xs))[None],))  # [1, 2, f, h] and two
+TRANSPOSED_EXPERTS = Form(  # [E, h, f] and [E, f, h]
+    lambda xs, _: (xs[0].transpose(1, 2),), lambda xs, _: (xs[0].transpose(1, 2),), by_rows=True
+)
+EXPERTS_PAIRS = Form(  # [E, 2, f, ...] and [E, ..., 2 f]: gate and value of an inner element together
+    lambda xs, _: (xs[0].movedim((2, 1), (-2, -1)).flatten(-2),),
+    lambda xs, _: (xs[0].unflatten(-1, (-1, 2)).movedim((-2, -1), (2, 1)),),
+    by_rows=True,
+)
 EXPERTS_HALVES = Form(  # [E, 2, f, h] and [E, 2 f, h]
     lambda xs, _: (xs[0].flatten(1, 2),), lambda xs, _: (xs[0].unflatten(1, (2, -1)),), by_rows=True
 )

@@ -21,12 +21,12 @@ class Scaling(NamedTuple):
 FACTOR = {"factor": "rope_scaling_factor"}
 LENGTH = {"original_max_position_embeddings": "rope_trained_length"}
 GROWTH = {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
-YARN = GROWTH | {"beta_fast": "beta_fast"}
+YARN = GROWTH | {"beta_fast": "beta_fast", "truncate": "yarn_correction_range_round_to_int"}
 SCALINGS = {  # by rope_type
     "default": Scaling({}),
     "linear": Scaling(FACTOR),
     "llama3": Scaling(FACTOR | LENGTH, {"low_freq_factor": LOW_FREQUENCY, "high_freq_factor": HIGH_FREQUENCY}),
-    "yarn": Scaling(FACTOR | LENGTH | YARN, {"beta_slow": SLOW, "truncate": True}),
+    "yarn": Scaling(FACTOR | LENGTH | YARN, {"beta_slow": SLOW}),
 }
 
 
@@ -101,7 +101,7 @@ def _rotary(*further: str) -> Conversion:
     """Return the conversion of rotary positions. further: the options of ours that not all of their classes have."""
     partial, by_kind = "rotary_percent" in further, "local_rotary_base" in further
     return Conversion(
-        ("rotary_base", "rope_scaling_factor", "rope_scaling_type", "rope_trained_length", *YARN, *further),
+        ("rotary_base", "rope_scaling_factor", "rope_scaling_type", "rope_trained_length", *YARN.values(), *further),
         lambda model: {"rope_parameters": rope_parameters(model, partial, by_kind)},
         lambda config: rotary_options(config.rope_parameters, partial),
     )

@@ -10,6 +10,7 @@ from typing import Any
 from megazero.interop.huggingface.model_types import (
     EXPERT,
     EXPERTS_HALVES,
+    EXPERTS_PAIRS,
     HALVES,
     HEADS,
     KEYS_AND_VALUES,
@@ -17,6 +18,7 @@ from megazero.interop.huggingface.model_types import (
     QKV_ROWS,
     SAME,
     STACKED,
+    TRANSPOSED_EXPERTS,
     Form,
     TensorNames,
 )
@@ -128,6 +130,18 @@ PHI3_LAYERS: Names = {
     "attention.proj.weight": (SAME, "self_attn.o_proj.weight"),
     "mlp.up.weight": (HALVES, "mlp.gate_up_proj.weight"),
     "mlp.down.weight": (SAME, "mlp.down_proj.weight"),
+}
+GPT_OSS: Names = {
+    **same_forms(
+        attention__sinks__weight="self_attn.sinks",
+        attention__proj__bias="self_attn.o_proj.bias",
+        mlp__router__weight="mlp.router.weight",
+        mlp__router__logit_bias="mlp.router.bias",
+        mlp__experts__down__bias="mlp.experts.down_proj_bias",
+    ),
+    "mlp.experts.up.weight": (EXPERTS_PAIRS, "mlp.experts.gate_up_proj"),
+    "mlp.experts.up.bias": (EXPERTS_PAIRS, "mlp.experts.gate_up_proj_bias"),
+    "mlp.experts.down.weight": (TRANSPOSED_EXPERTS, "mlp.experts.down_proj"),
 }
 GLM: Names = ATTENTION | {key: PHI3_LAYERS[key] for key in ("mlp.up.weight", "mlp.down.weight")}
 AROUND_GLM4 = same_forms(

@@ -61,8 +61,9 @@ COMING: set[str] = set()
 # 164: --elastic.
 # 165: --max-position-embeddings, which keeps a loaded model's context in its exports.
 # 164: CUDA graphs are gone.
-# 176: --mtp-num-layers and --mtp-loss-scaling-factor.
-NUM_OPTIONS = 176
+# 175: --yarn-correction-range-round-to-int, which gpt-oss switches off.
+# 177: --mtp-num-layers and --mtp-loss-scaling-factor.
+NUM_OPTIONS = 177
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {

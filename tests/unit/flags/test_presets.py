@@ -73,6 +73,8 @@ SHAPES = {
     "deepseek-v3-671b": (1024, 61, 7168, 128, 1, 240, 15360),
     "kimi-k2-1t": (1024, 61, 7168, 64, 1, 256, 16384),
     "glm4.5-air-107b": (256, 46, 4096, 96, 1, 64, 4096),
+    "gpt-oss-20b": (64, 24, 2880, 64, 1, 16, 1024),
+    "gpt-oss-120b": (256, 36, 2880, 64, 1, 64, 4096),
     "granite-2b": (64, 40, 2048, 32, 1, 16, 1024),
     "phi3-mini-3.8b": (64, 32, 3072, 32, 1, 16, 1024),
     "olmo2-7b": (64, 32, 4096, 32, 1, 16, 1024),
@@ -94,6 +96,9 @@ OLMO = UNTIED | {"rotary_base": 5e5, "qk_layernorm": True, "qk_norm_all_heads": 
 OLMO3 = {"window_size": 4096, "layer_pattern": "LLLG", "local_rotary_base": 5e5}
 GEMMA = TIED | {"kv_channels": 256}
 DEEPSEEK = UNTIED | {"multi_latent_attention": True, "rotary_interleaved": True}
+GPT_OSS = {"untie_embeddings": True, "kv_channels": 64, "rotary_base": 1.5e5, "window_size": 128, "layer_pattern": "LG"}
+GPT_OSS |= {"rope_scaling_factor": 32.0, "rope_scaling_type": "yarn", "rope_trained_length": 4096}
+GPT_OSS |= {"yarn_correction_range_round_to_int": False, "moe_router_topk": 4, "moe_aux_loss_coeff": 0.001}
 NEOX = {"untie_embeddings": True, "rotary_percent": 0.25}
 # preset -> (architecture, width of the MLP, query groups, vocabulary, sequence, weights, options that have not GPT-2's
 # defaults). The weights of those that are published, as transformers counts them.
@@ -189,6 +194,8 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] 
         | {"rotary_percent": 0.5, "kv_channels": 128, "add_qkv_bias": True, "moe_aux_loss_coeff": 0.0001}
         | {"moe_shared_expert_intermediate_size": 1408, "norm_epsilon": 1e-5},
     ),
+    "gpt-oss-20b": (*("gpt-oss", 2880, 8, 201088, 4096, 20_914_757_184), GPT_OSS | {"num_experts": 32}),
+    "gpt-oss-120b": (*("gpt-oss", 2880, 8, 201088, 4096, 116_829_156_672), GPT_OSS | {"num_experts": 128}),
     "granite-2b": (
         *("granite", 8192, 8, 49152, 4096, 2_533_525_504),
         {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_divisor": 8, "attention_scale": 1 / 64},

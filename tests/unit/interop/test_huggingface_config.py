@@ -162,7 +162,13 @@ def test_null_stands_for_the_usual_value(model_type: str, tmp_path: Path) -> Non
             {"scale_attn_weights": True, "reorder_and_upcast_attn": True, "n_routed_experts": 8},
             "has reorder_and_upcast_attn True; this version does not compute it: it changes the model; docs/extending",
         ),
-        ("llama", {"quantization_config": {"bits": 4}}, "compute it: train the model that has not been quantised"),
+        ("llama", {"quantization_config": {"bits": 4}}, "compute it: load a folder with the dequantised weights"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}},
+            r"has quantization_config .*mxfp4.*; .* in bf16, such as .* with Mxfp4Config\(dequantize=True\)\)$",
+        ),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "has swiglu_limit 5.0; this version computes 7.0 only"),
         *(  # transformers stops at these, or masks every token
             (
                 kind,

@@ -28,7 +28,7 @@ from megazero.interop.huggingface.weight_files import open_weights
 from megazero.run.run_state import RunState
 from tests.helpers.rounding import model_tolerance
 
-# Written by hand from the models' cards. SmolLM3 and OLMo 3 have fewer layers, since their files list each of them.
+# Written by hand from the models' cards. SmolLM3, OLMo 3 and gpt-oss have fewer layers, since their files list each.
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[2] / "helpers/published.json").read_text())
 LENGTH, LONGEST, VOCAB, HEADS = 17, 24, 131, 4
 SMALL = {  # sizes of a small copy, under each name that a file can have. Its other keys, and their form, are kept

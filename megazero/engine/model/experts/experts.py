@@ -11,6 +11,7 @@ f width inside an expert; /tp = this rank's part.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -35,13 +36,19 @@ Tensors = tuple[torch.Tensor, ...]
 class GroupedLinear(nn.Module):
     """E linear layers, or one: y [R, out] = x [R, in] @ weight[.., out, in].T with the matrix of each row's group.
 
+    A bias is sharded with its weight. If the weight's inner dim is sharded, y is a summand of each rank of etp, and a
+    rank adds its part of the bias to its part of the columns. So no rank adds the same, and no gradient needs a sum.
+
     Args:
         shape: of the weight; all but the last dim are out, except a first dim of `experts`.
         experts: 0: one layer, without that dim.
         top: experts of a token.
+        bias: of experts: each has one.
     """
 
-    def __init__(self, context: Context, *shape: int, experts: int, top: int, sharded: int, std: float) -> None:
+    def __init__(
+        self, context: Context, *shape: int, experts: int, top: int, sharded: int, std: float, bias: bool
+    ) -> None:
         super().__init__()
         self.context, self.count = context, experts // context.ep.size or 1
         self.products = GroupedProducts(context.products)
@@ -54,7 +61,11 @@ class GroupedLinear(nn.Module):
             per_token=(top, experts) if experts else (1, 1),
             matrices=tuple(range((1 if experts else 0) + len(shape) - 2)),
         )
-        self.weights = (self.weight,)
+        self.bias = None
+        if bias and experts:
+            dims = {0: "ep", min(sharded, len(shape) - 2) + 1: "etp"}
+            self.bias = context.weight(experts, *shape[:-1], sharded=dims, per_token=(top, experts))
+        self.weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
     def matrices(self) -> torch.Tensor:
@@ -62,26 +73,54 @@ class GroupedLinear(nn.Module):
         data = self.weight.data
         return data.view(self.count, -1, data.shape[-1])
 
-    def output(self, x: torch.Tensor, groups: RowGroups) -> torch.Tensor:
-        return self.products.output(x, self.matrices, groups)
+    def output(self, x: torch.Tensor, groups: RowGroups, scales: torch.Tensor | None = None) -> torch.Tensor:
+        """`scales`: factors of the rows' biases, [R]; None: 1."""
+        y = self.products.output(x, self.matrices, groups)
+        if self.bias is not None:
+            self._biased(y).add_(_scaled(self._biases(groups, len(y)), scales))
+        return y
 
-    def backward(self, dy: torch.Tensor, x: torch.Tensor, groups: RowGroups) -> None:
-        """Hand over the weight's gradient."""
+    def backward(
+        self, dy: torch.Tensor, x: torch.Tensor, groups: RowGroups, scales: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Hand over the gradients. Return that of scales, this rank's summand, of a bias with scales."""
         write = functools.partial(self.products.weight_grad, groups)
         self.weight.accumulate_grad(GradWriter(write, (x, dy)))
+        if self.bias is None:
+            return None
+        own, numbers = self._biased(dy), groups.numbers(len(dy))[:, None]
+        factors = torch.ones_like(own[:, :1]) if scales is None else scales.to(dy.dtype)[:, None]
+        indicator = dy.new_zeros(len(dy), self.count).scatter_(1, numbers, factors)
+        self.bias.accumulate_grad(GradWriter(self._write_bias, (own, indicator)))
+        return None if scales is None else (own.to(scales.dtype) * self._biases(groups, len(dy))).sum(-1)
+
+    def _biases(self, groups: RowGroups, rows: int) -> torch.Tensor:
+        """Return the bias of each row's expert, this rank's columns of it."""
+        assert self.bias is not None
+        return self.bias.data.view(self.count, -1).index_select(0, groups.numbers(rows))
+
+    def _biased(self, y: torch.Tensor) -> torch.Tensor:
+        """y [R, out] or [R, out/etp] -> a view of the columns to which this rank adds biases"""
+        assert self.bias is not None
+        width, rank = math.prod(self.bias.block.shape[1:]), self.context.etp.rank
+        return y if y.shape[1] == width else y[:, rank * width : (rank + 1) * width]
+
+    def _write_bias(self, dy: torch.Tensor, indicator: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+        """Sum dy [R, c] by expert: a product with the indicator [R, E] of rows, in the same order every time."""
+        self.products.products.weight_grad(dy, indicator, out.view(self.count, -1), add)
 
     def input_grad(self, dy: torch.Tensor, groups: RowGroups) -> torch.Tensor:
         return self.products.input_grad(dy, self.matrices, groups)
 
 
 class ExpertMLPs(nn.Module):
-    """E MLPs of one width, or one: down(weight * activation(up(x))), with a weight per row. Below autograd."""
+    """E MLPs of one width, or one: weight * down(activation(up(x))), with a weight per row. Below autograd."""
 
     def __init__(self, model: ModelConfig, context: Context, width: int, experts: int = 0) -> None:
         super().__init__()
         h, name = model.hidden_size, model.traits.activation
         out, dim = ((2, width), 1) if name in GATED else ((width,), 0)
-        options = {"experts": experts, "top": model.moe_router_topk}
+        options = {"experts": experts, "top": model.moe_router_topk, "bias": "experts" in model.traits.biases}
         self.up = GroupedLinear(context, *out, h, sharded=dim, std=model.init_method_std, **options)
         self.down = GroupedLinear(context, h, width, sharded=1, std=model.residual_std, **options)
         self.weights = (self.up.weight, self.down.weight)
@@ -94,7 +133,7 @@ class ExpertMLPs(nn.Module):
         up = self.up.output(x, groups)
         inner = self.activation.forward(up)
         kept = (up,) if self.selective else (up, inner)
-        return (self.down.output(_scaled(inner, weights), groups) if output else None), kept
+        return (self.down.output(_scaled(inner, weights), groups, weights) if output else None), kept
 
     def backward(
         self, dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor | None, groups: RowGroups, kept: Tensors
@@ -103,9 +142,11 @@ class ExpertMLPs(nn.Module):
         up = kept[0]
         inner = self.activation.forward(up) if self.selective else kept[1]
         dinner, dweights = self.down.input_grad(dy, groups), None
-        self.down.backward(dy, _scaled(inner, weights), groups)
+        of_bias = self.down.backward(dy, _scaled(inner, weights), groups, weights)
         if weights is not None:
             dweights = (dinner.to(weights.dtype) * inner).sum(-1)
+            if of_bias is not None:
+                dweights += of_bias
             dinner = _scaled(dinner, weights)
         dup, _ = self.activation.grad(dinner, up)
         self.up.backward(dup, x, groups)

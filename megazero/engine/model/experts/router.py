@@ -56,7 +56,9 @@ class Routed(NamedTuple):
 
 
 class Router(nn.Module):
-    """x @ weight.T: a token passes the k experts with the largest scores, see `ExpertScores`.
+    """x @ weight.T, plus a bias if experts have biases. A token passes the k experts with the largest scores.
+
+    See `ExpertScores`.
 
     The ranks that share each expert (etp) route the same T tokens. Each has a part of the experts' inner width, so the
     gradient of a chosen expert's weight in the sum is a summand of that rank, and the router's gradients are too.
@@ -74,7 +76,10 @@ class Router(nn.Module):
         self.weight = context.weight(
             self.experts, model.hidden_size, std=model.init_method_std, decays=True, summed=("tp",)
         )
-        self.weights = (self.weight,)
+        self.logit_bias, self.weights = None, (self.weight,)
+        if "experts" in model.traits.biases:
+            self.logit_bias = context.weight(self.experts, std=model.init_method_std, summed=("tp",))
+            self.weights = (self.weight, self.logit_bias)
         widths = model.hidden_size, model.expert_size // context.etp.size
         self.on_host = not is_fused(context.dtype, context.device, *widths)
         self.statistics = torch.zeros(self.experts + ROUTER_SUMS, dtype=torch.float64, device=context.device)
@@ -85,7 +90,8 @@ class Router(nn.Module):
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Routed:
         """x [T, h], of which all ranks of etp have the same, below autograd."""
         exact, choices = wide(x), None
-        logits = F.linear(x.to(exact), self.weight.data.to(exact))
+        bias = None if self.logit_bias is None else self.logit_bias.data.to(exact)
+        logits = F.linear(x.to(exact), self.weight.data.to(exact), bias)
         if has_graph and tokens.balance is not None:
             choices = tokens.balance.take(self.number)  # choices of the Forward that this Recompute repeats
         if choices is None:
@@ -181,6 +187,8 @@ class Router(nn.Module):
         if self.context.etp.is_first:  # ranks with the same tokens have the same balance losses
             self._add_balance_grad(dlogits, logits, choices, tokens)
         self.weight.accumulate_grad(GradWriter(self.context.products.weight_grad, (x.to(logits.dtype), dlogits)))
+        if self.logit_bias is not None:
+            self.logit_bias.add_grad(dlogits.sum(0))
         return self.context.products.input_grad(dlogits, self.weight.data.to(logits.dtype)).to(x.dtype)
 
     def _add_balance_grad(

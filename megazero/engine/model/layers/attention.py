@@ -47,6 +47,7 @@ from megazero.engine.model.layers.linear import (
     rows_onto,
 )
 from megazero.engine.model.layers.norm import Norm
+from megazero.engine.model.layers.sinks import Sinks
 from megazero.engine.model.scores import PLAIN, Scores
 from megazero.engine.options.schema import ModelConfig
 
@@ -63,6 +64,7 @@ class CoreAttention:
     scores: Scores = PLAIN
     cp: Axis | None = None  # over which tokens are dealt; None: over none
     ring: bool = False  # exchange keys in a ring where the kernel can
+    sinks: Sinks | None = None
 
     def __call__(
         self,
@@ -83,10 +85,12 @@ class CoreAttention:
         """
         keys = self.exchange(fused, dealt)
         if not fused:
-            y = _ExplicitAttention.apply(q, k, v, self, rows, documents, dealt, keys)
+            handle = None if self.sinks is None else self.sinks.weight.handle
+            y = _ExplicitAttention.apply(q, k, v, self, rows, documents, dealt, keys, handle)
         else:
             assert rows is None, "the fused kernels draw masks that depend on the layout"
-            y = fused_attention(q, k, v, scores=self.scores, documents=documents, dealt=dealt, keys=keys)
+            scores, sinks = self.scores, self.sinks
+            y = fused_attention(q, k, v, scores=scores, documents=documents, dealt=dealt, keys=keys, sinks=sinks)
         return y.transpose(1, 2).reshape(q.shape[0] * q.shape[2], -1)
 
     def exchange(self, fused: bool, dealt: DealtTokens | None) -> AllKeys:
@@ -131,7 +135,8 @@ class CoreAttention:
     ) -> torch.Tensor:
         """Return the softmax of scores over the keys that each query sees; may overwrite the scores."""
         indices = None if dealt is None else dealt.indices
-        return self.kernels.causal_softmax(capped, self.scores.first_seen(capped, documents, indices), indices)
+        softmax = self.kernels.causal_softmax if self.sinks is None else self.sinks.softmax
+        return softmax(capped, self.scores.first_seen(capped, documents, indices), indices)
 
 
 class Heads(NamedTuple):
@@ -161,7 +166,7 @@ class _ExplicitAttention(torch.autograd.Function):
     """q [b, n/tp, t, d], k and v [b, g, t, d] -> [b, n/tp, t, d]"""
 
     @staticmethod
-    def forward(ctx, q, k, v, core, rows, documents, dealt, keys):
+    def forward(ctx, q, k, v, core, rows, documents, dealt, keys, handle):
         groups = ctx.groups = q.shape[1] // k.shape[1]
         local = k, v
         k, v = keys.gather(k, v)
@@ -186,12 +191,14 @@ class _ExplicitAttention(torch.autograd.Function):
         dtype = keys.grad_dtype(k)
         dv = _sum_groups(_matmul(dropped.transpose(-1, -2), dy, dtype), ctx.groups)
         ddropped = _matmul(dy, v.transpose(-1, -2))
+        if core.sinks is not None:
+            core.sinks.add_grad_of(weights, dropped * ddropped)
         dscores = core.kernels.scores_grad(weights, dropped, ddropped, core.scores.factor(q.shape[-1]))
         if softcap:
             dscores = core.scores.uncap_grad_(dscores, saved)
         dk = _sum_groups(_matmul(dscores.transpose(-1, -2), q, dtype), ctx.groups)
         dk, dv = (x.to(q.dtype) for x in keys.reduce([(dk, dv)]))
-        return _matmul(dscores, k), dk, dv, None, None, None, None, None
+        return _matmul(dscores, k), dk, dv, None, None, None, None, None, None
 
 
 def _repeat(x: torch.Tensor, groups: int) -> torch.Tensor:
@@ -222,9 +229,15 @@ class Attention(nn.Module):
         self.num_heads = model.num_attention_heads // context.tp.size
         self.first_head = context.tp.rank * self.num_heads
         dropout = context.dropout(model.attention_dropout, number, "scores")
-        again, ring = context.selective, context.ring
+        self.sinks = Sinks(model, context) if model.traits.sinks else None
         self.core = CoreAttention(
-            dropout=dropout, kernels=context.kernels, recompute=again, scores=scores, cp=context.cp, ring=ring
+            dropout=dropout,
+            kernels=context.kernels,
+            recompute=context.selective,
+            scores=scores,
+            cp=context.cp,
+            ring=context.ring,
+            sinks=self.sinks,
         )
 
     def forward(self, x: torch.Tensor, norm: Norm, residual: Residual, tokens: MicroBatchInfo) -> torch.Tensor:
@@ -254,14 +267,16 @@ class Attention(nn.Module):
         fused = functools.partial(
             is_attention_fused, device, precision, rows is not None, documents is not None, softcap
         )
+        sinks = self.sinks
         if tokens.cache is None:
-            return self.core(*heads, fused=fused(dealt is not None), rows=rows, documents=documents, dealt=dealt)
+            by_sums = fused(dealt is not None or sinks is not None)
+            return self.core(*heads, fused=by_sums, rows=rows, documents=documents, dealt=dealt)
 
         def prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dealt: DealtTokens | None) -> torch.Tensor:
-            return self.core.prompt(q, k, v, fused=fused(dealt is not None), dealt=dealt)
+            return self.core.prompt(q, k, v, fused=fused(dealt is not None or sinks is not None), dealt=dealt)
 
-        new = (part[0].transpose(0, 1) for part in heads)
-        return tokens.cache.attend(self.number, self.core.scores, prompt, *new, rows=tokens.rows)
+        new, scores = (part[0].transpose(0, 1) for part in heads), None if sinks is None else sinks.weight.data
+        return tokens.cache.attend(self.number, self.core.scores, prompt, *new, rows=tokens.rows, sinks=scores)
 
 
 class FusedAttention(Attention):

@@ -24,6 +24,7 @@ from megazero.engine.model.context_parallel.key_exchange import AllKeys, Pair
 from megazero.engine.model.context_parallel.piece_kernels import CpuKernel, FlashKernel, PieceKernel, merge_
 from megazero.engine.model.context_parallel.pieces import parts, pieces_of, window_mask
 from megazero.engine.model.documents import Documents
+from megazero.engine.model.layers.sinks import Sinks
 from megazero.engine.model.scores import Scores
 
 FLASH_CAPABILITY = (8, 0)  # least compute capability: FlashAttention runs from Ampere on
@@ -35,21 +36,21 @@ def is_attention_fused(
     dropout: bool,
     documents: bool = False,
     softcap: bool = False,
-    dealt: bool = False,
+    log_sums: bool = False,
 ) -> bool:
     """Return whether attention is computed by a fused kernel.
 
     Args:
         documents: attention is restricted to documents.
-        dealt: this rank has a part of a sample's tokens.
+        log_sums: they are needed: this rank has a part of a sample's tokens, or heads have sinks.
     """
     if dropout or softcap:
         return False
     if device_type == "cpu":
         return precision in ("fp32", "fp64")
-    if dealt and device_type == "cuda" and torch.cuda.get_device_capability() < FLASH_CAPABILITY:
+    if log_sums and device_type == "cuda" and torch.cuda.get_device_capability() < FLASH_CAPABILITY:
         return False
-    return precision in ("bf16", "fp16") or (precision == "fp32" and not documents and not dealt)
+    return precision in ("bf16", "fp16") or (precision == "fp32" and not documents and not log_sums)
 
 
 def fused_attention(
@@ -60,19 +61,22 @@ def fused_attention(
     documents: Documents | None,
     dealt: DealtTokens | None,
     keys: AllKeys,
+    sinks: Sinks | None = None,
 ) -> torch.Tensor:
     """q [b, n/tp, t, d], k and v [b, g, t, d] -> [b, n/tp, t, d]"""
     on_cpu, length = q.device.type == "cpu", q.shape[2] if dealt is None else dealt.length
-    if dealt is None:
+    whole = dealt is None and sinks is None  # torch's public functions compute it
+    if whole:
         if documents is None and not scores.window:
             return _kernel(q, k, v, scores)
         if not on_cpu and _is_flash(q):
             return _flash_pieces(q, k, v, scores=scores, documents=documents)
-    pieces = list(pieces_of(documents, length, scores.window, dealt, chunks=on_cpu or dealt is None))
-    if on_cpu or dealt is not None:
+    pieces = list(pieces_of(documents, length, scores.window, dealt, chunks=on_cpu or whole))
+    if on_cpu or not whole:
         blocks = enumerate(keys.tokens(len(q), length))
         steps = [list(parts(pieces, tokens, step == 0, not on_cpu)) for step, tokens in blocks]
-        return _PiecewiseAttention.apply(q, k, v, scores, steps, keys)
+        handle = None if sinks is None else sinks.weight.handle
+        return _PiecewiseAttention.apply(q, k, v, scores, steps, keys, sinks, handle)
     mask = window_mask(q, scores.window)
     found = [
         _kernel(q[p.queries], k[p.keys], v[p.keys], scores=scores, mask=p.of(mask)).transpose(1, 2) for p in pieces
@@ -130,13 +134,13 @@ class _PiecewiseAttention(torch.autograd.Function):
 
     A kernel is called per part. The outputs are written into one tensor, which is saved once: as much as one call for
     whole samples saves. Calls under autograd would save each output and the joined tensor. Outputs of the same queries
-    are merged by their log-sum-exp.
+    are merged by their log-sum-exp, and then with the sinks.
 
     `steps`: the parts of attention to each block of keys.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, scores, steps, keys):
+    def forward(ctx, q, k, v, scores, steps, keys, sinks, handle):
         b, n, t, d = q.shape
         held, kernel = keys.gather(k, v), _piece_kernel(q, scores)
         merges = keys.merges or not kernel.joined
@@ -150,15 +154,20 @@ class _PiecewiseAttention(torch.autograd.Function):
                     y[queries], log_sums[queries] = found
                 else:
                     merge_(y[queries], log_sums[queries], *found)
+        if sinks is not None:
+            sinks.join_(y, log_sums)
         y = y.to(q.dtype)
         ctx.save_for_backward(q, *((k, v) if keys.again else held), y, log_sums)
-        ctx.scores, ctx.steps, ctx.keys = scores, steps, keys
+        ctx.scores, ctx.steps, ctx.keys, ctx.sinks = scores, steps, keys, sinks
         return y
 
     @staticmethod
     def backward(ctx, dy):
         q, k, v, *results = ctx.saved_tensors
         keys, kernel = ctx.keys, _piece_kernel(q, ctx.scores)
+        if ctx.sinks is not None:
+            y, log_sums = results
+            ctx.sinks.add_grad(log_sums, (dy.to(log_sums.dtype) * y).sum(-1))
         dq = torch.empty_like(q, dtype=wide(q) if keys.merges or not kernel.joined else q.dtype)
 
         def gradients() -> Iterator[Pair]:
@@ -178,7 +187,7 @@ class _PiecewiseAttention(torch.autograd.Function):
                 yield dk, dv
 
         dk, dv = keys.reduce(gradients())
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None, None
 
 
 def _piece_kernel(q: torch.Tensor, scores: Scores) -> PieceKernel:

@@ -69,15 +69,16 @@ class KVCache:
         k: torch.Tensor,
         v: torch.Tensor,
         rows: tuple[Rows, ...],
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store new tokens' keys and values, then return the attention of their queries. Has no gradient.
 
-        Shapes: q [T, n/tp, d], k and v [T, g/tp, d] -> [T, n/tp * d].
+        Shapes: q [T, n/tp, d], k and v [T, g/tp, d] -> [T, n/tp * d]; sinks [n/tp], which `prompt` has itself.
         """
         keys, values = self._of(layer, k, scores.window)
         if all(row.count == 1 for row in rows):
             assert [row.sample for row in rows] == list(range(self.num_sequences)), rows
-            return self._attend_once(q, k, v, keys=keys, values=values, rows=rows, scores=scores)
+            return self._attend_once(q, k, v, keys=keys, values=values, rows=rows, scores=scores, sinks=sinks)
         deals = [self.dealt(row.count, q.device) for row in rows]
         counts = [row.count if part is None else part.indices.shape[1] for row, part in zip(rows, deals, strict=True)]
         found = []
@@ -85,7 +86,7 @@ class KVCache:
             own = keys[row.sample : row.sample + 1], values[row.sample : row.sample + 1]
             if row.first:
                 assert row.count == 1, row
-                found.append(self._attend_once(*heads, *own, (row,), scores))
+                found.append(self._attend_once(*heads, *own, (row,), scores, sinks))
                 continue
             queries, *new = (part.transpose(0, 1)[None] for part in heads)  # [1, n or g, t, d]
             if dealt is not None:
@@ -118,6 +119,7 @@ class KVCache:
         values: torch.Tensor,
         rows: tuple[Rows, ...],
         scores: Scores,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """One new token per sequence: q [b, n, d], k and v [b, g, d], keys and values [b, g, L, d] -> [b, n * d].
 
@@ -138,8 +140,8 @@ class KVCache:
             seen &= positions[:, None] - (held * c + rank) < scores.window
         seen = seen[:, None, None]  # [b, 1, 1, L]
         grouped = q.view(b, g, n // g, d)
-        if c > 1:
-            y = self._merged(grouped, keys, values, seen=seen, scores=scores)
+        if c > 1 or sinks is not None:
+            y = self._merged(grouped, keys, values, seen=seen, scores=scores, sinks=sinks)
         elif scores.softcap:
             capped = scores.cap_(grouped * scores.factor(d) @ keys.transpose(-1, -2))
             y = capped.masked_fill_(~seen, -torch.inf).softmax(-1) @ values
@@ -148,11 +150,18 @@ class KVCache:
         return y.reshape(b, n * d)
 
     def _merged(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, scores: Scores
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        seen: torch.Tensor,
+        scores: Scores,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend to the keys of all ranks: q [b, g, n/g, d], keys and values [b, g, L, d] -> as q. In fp32 at least.
 
-        The log-sum-exp of a rank that has no key of a sequence is minus infinity, so its weight is 0.
+        Sinks are added once, after all ranks' keys. The log-sum-exp of a rank that has no key of a sequence is minus
+        infinity, so its weight is 0.
         """
         dtype, d = wide(q), q.shape[-1]
         capped = scores.cap_(q.to(dtype) * scores.factor(d) @ keys.to(dtype).transpose(-1, -2))
@@ -162,4 +171,7 @@ class KVCache:
         part = torch.cat([y, log_sums], -1)
         whole = self.cp.all_gather(part, part.new_empty(self.cp.size * len(part), *part.shape[1:]))
         whole = whole.view(self.cp.size, *part.shape)
-        return (whole[..., :d] * whole[..., d:].softmax(0)).sum(0).to(q.dtype)
+        shares, log_sums = whole[..., d:].softmax(0), whole[..., d:].logsumexp(0)
+        if sinks is not None:
+            shares *= torch.sigmoid(log_sums - sinks.to(dtype).view(q.shape[1], -1, 1))
+        return (whole[..., :d] * shares).sum(0).to(q.dtype)

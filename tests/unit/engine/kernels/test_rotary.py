@@ -42,6 +42,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "OLMo 3": OLMO3,
     "DeepSeek": DEEPSEEK,
     "Kimi K2": DEEPSEEK | {"factor": 32.0, "rope_theta": 5e4, "beta_fast": 1.0},
+    "gpt-oss": OLMO3 | {"rope_theta": 1.5e5, "factor": 32.0, "truncate": False, "attention_factor": None},
     "Qwen 2.5": {"type": "yarn", **OLMO3, "rope_theta": 1e6, "factor": 4.0, "attention_factor": None},
     "all of YaRN in one place": OLMO3 | {"rope_theta": 1e12, "original_max_position_embeddings": 10},
     "odd factor": OLMO3 | {"factor": 3.0, "attention_factor": None},
@@ -174,6 +175,11 @@ def test_a_cache_computes_the_same(options: dict[str, Any], monkeypatch: pytest.
             {"rotary_base": 5e5, "rope_scaling_factor": 8.0, "rope_scaling_type": "yarn", "rope_trained_length": 8192}
             | {"beta_fast": 16},
         ),
+        (
+            DEEPSEEK | {"truncate": False},
+            {"rope_scaling_factor": 40.0, "rope_scaling_type": "yarn", "rope_trained_length": 4096, "mscale": 0.7}
+            | {"mscale_all_dim": 1.2, "yarn_correction_range_round_to_int": False},
+        ),
     ],
 )
 def test_rope_parameters_are_imported_and_exported(given: dict[str, Any], options: dict[str, Any]) -> None:
@@ -213,7 +219,6 @@ def test_a_factor_of_one_is_no_scaling() -> None:
             "has beta_slow 2.0 in rope_parameters of rope_type yarn; this version computes 1 only",
         ),
         (OLMO3 | {"attention_factor": 1.3}, "has attention_factor 1.3 .*; this version computes 1.20794 only"),
-        (OLMO3 | {"truncate": False}, "has truncate False"),
         (LLAMA_3 | {"mscale": 0.7}, "has mscale 0.7 .* of rope_type llama3; this version does not compute it"),
         (LLAMA_3 | {"high_freq_factor": 8.0}, "has high_freq_factor 8.0"),
         (

@@ -64,6 +64,7 @@ MODELS = {
         MODEL, moe_router_topk=3, moe_expert_capacity_factor=0.3, moe_shared_expert_intermediate_size=7
     ),
     "norms around, geglu": replace(MODEL, architecture="gemma2", residual_multiplier=0.3),
+    "biases, clamped": replace(MODEL, architecture="gpt-oss", moe_router_topk=3),
     "layernorm, more experts than choices": replace(MODEL, architecture="stablelm", num_experts=40),
 }
 
@@ -79,12 +80,18 @@ def micro_batch(balance: Balance | None) -> MicroBatchInfo:
 
 def activated(model: ModelConfig, inner: torch.Tensor) -> torch.Tensor:
     gate, value = inner.chunk(2)
+    if model.architecture == "gpt-oss":
+        gate = gate.clamp(max=7)
+        return gate * torch.sigmoid(1.702 * gate) * (value.clamp(-7, 7) + 1)
     return (F.gelu(gate, approximate="tanh") if model.architecture == "gemma2" else F.silu(gate)) * value
 
 
 def plain_experts(model: ModelConfig, y: torch.Tensor, w: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """y [T, h] -> the result [T, h], and the balance losses times their factors, summed over samples by targets."""
-    logits, results, chosen = y @ w["mlp.router.weight"].T, [], []
+    logits, results, chosen = y @ w["mlp.router.weight"].T + w.get("mlp.router.logit_bias", 0.0), [], []
+    up_bias, down_bias = (
+        w.get(f"mlp.experts.{name}.bias", torch.zeros(model.num_experts, 1)) for name in ("up", "down")
+    )
     for row in logits:
         chosen.append(sorted(range(model.num_experts), key=lambda e: -row[e].item())[: model.moe_router_topk])
     weights = [
@@ -98,8 +105,8 @@ def plain_experts(model: ModelConfig, y: torch.Tensor, w: dict[str, torch.Tensor
             weight = weights[number][e]
             if sum(e in chosen[other] and weights[other][e] > weight for other in sample) >= capacity:
                 continue  # it has no room for the token
-            inner = activated(model, w["mlp.experts.up.weight"][e].reshape(-1, H) @ token)
-            total = total + weight * (w["mlp.experts.down.weight"][e] @ inner)
+            inner = activated(model, w["mlp.experts.up.weight"][e].reshape(-1, H) @ token + up_bias[e].flatten())
+            total = total + weight * (w["mlp.experts.down.weight"][e] @ inner + down_bias[e])
         if model.moe_shared_expert_intermediate_size:
             inner = activated(model, w["mlp.shared.up.weight"].reshape(-1, H) @ token)
             gate = (w["mlp.shared_gate.weight"][0] @ token).sigmoid() if model.moe_shared_expert_gate else 1.0

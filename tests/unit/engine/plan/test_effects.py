@@ -115,6 +115,7 @@ SEEN = {
     "rope-scaling-type": "unit/engine/kernels/test_rotary.py",
     "rope-trained-length": "unit/engine/kernels/test_rotary.py",
     "beta-fast": "unit/engine/kernels/test_rotary.py",
+    "yarn-correction-range-round-to-int": "unit/engine/kernels/test_rotary.py",
     "mscale": "unit/engine/kernels/test_rotary.py",
     "mscale-all-dim": "unit/engine/kernels/test_rotary.py",
     "max-position-embeddings": "unit/interop/test_published_configs.py",
