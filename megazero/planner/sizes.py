@@ -135,7 +135,10 @@ def kept_input_bytes(config: Config, layout: Layout, cp_rank: int = 0) -> int:
 
 
 def keys_bytes(config: Config, layout: Layout) -> int:
-    """Return the bytes of a micro-batch's keys and values on a rank, in a layer."""
+    """Return the bytes of a micro-batch's keys and values on a rank, in a layer: a message of a ring.
+
+    Values of latent attention count with the width of keys, to which they are padded.
+    """
     model, training = config.model, config.training
     tokens = rank_tokens(config, layout)
     return 2 * tokens * max(1, model.query_groups // layout.tp) * model.head_dim * BYTES[training.precision]

@@ -26,6 +26,7 @@ from megazero.generation.generate import Generator, NewTokens, Text
 from megazero.generation.model import InferenceModel
 from megazero.generation.sampling import Sampling
 from tests import reference
+from tests.helpers.families import LATENT
 from tests.helpers.ranks import Ranks
 from tests.parallel.cases import MODEL, Case, new_engine
 
@@ -34,6 +35,7 @@ LENGTH, WORDS, NEW = MODEL.seq_length, MODEL.vocab_size, 9
 GPT2 = replace(MODEL, num_layers=2, init_method_std=0.4, untie_embeddings=True)
 LLAMA = replace(GPT2, num_layers=3, architecture="llama", num_query_groups=2)
 IN_TURNS = replace(LLAMA, window_size=4, layer_pattern="LLG", attention_scale=0.3)
+LATENTS = replace(LLAMA, num_query_groups=0, **LATENT)
 CAPPED = replace(IN_TURNS, attention_softcap=0.8, window_size=5)
 SINKS = replace(IN_TURNS, architecture="gpt-oss", num_experts=4, ffn_hidden_size=24)
 # Of one token, fewer than ranks, as many as a window of the model, and more.
@@ -105,10 +107,11 @@ CASES = [
     (Layout(tp=2, cp=2), CAPPED, GREEDY),
     (Layout(pp=2, cp=2), IN_TURNS, GREEDY),
     (Layout(tp=2, cp=2), SINKS, GREEDY),
+    (Layout(cp=2), LATENTS, GREEDY),
     *(
         pytest.param(layout, model, sampling, marks=pytest.mark.slow)
         for layout in (Layout(cp=2), Layout(cp=3), Layout(cp=4), Layout(tp=2, cp=2), Layout(pp=2, cp=3))
-        for model in (GPT2, LLAMA, IN_TURNS, CAPPED, SINKS)
+        for model in (GPT2, LLAMA, IN_TURNS, CAPPED, SINKS, LATENTS)
         for sampling in (GREEDY, DRAWN)
     ),
 ]
@@ -117,7 +120,8 @@ CASES = [
 def name(part: object) -> str:
     """A part of a case's name; equal for cases that differ in the model's options, which pytest numbers."""
     if isinstance(part, ModelConfig):
-        return f"{part.architecture}-{part.layer_pattern}-{part.attention_softcap}"
+        kind = "latents" if part.multi_latent_attention else part.architecture
+        return f"{kind}-{part.layer_pattern}-{part.attention_softcap}"
     return "greedy" if part == GREEDY else "drawn" if part == DRAWN else str(part)
 
 
@@ -166,16 +170,16 @@ def test_the_first_rank_draws_for_all(tmp_path: Path, ranks: Callable[[int], Ran
 # -- memory and traffic
 
 
-def cache_bytes(rank: int, path: Path, layout: Layout) -> list[int]:
+def cache_bytes(rank: int, path: Path, model: ModelConfig, layout: Layout) -> list[int]:
     """Bytes of keys and values, sent for prompts of 10 and 2 tokens, and sent for a token of each."""
-    model = InferenceModel(path, IN_TURNS, mesh_of(rank, layout), "fp64")
+    model = InferenceModel(path, model, mesh_of(rank, layout), "fp64")
     cache = model.new_cache(2, 10)
     sent = []
     for new in ([NewTokens(list(range(10)), 0), NewTokens([3, 4], 0)], [NewTokens([5], 9), NewTokens([5], 2)]):
         before = model.mesh.cp.sent["cp"]
         model.logits(new, cache)
         sent.append(model.mesh.cp.sent["cp"] - before)
-    return [sum(part.nbytes for pair in cache._layers.values() for part in pair), *sent]
+    return [sum(part.nbytes for heads in cache._layers.values() for part in heads), *sent]
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -188,7 +192,20 @@ def test_bytes_are_those_of_the_formulas(tp: int, tmp_path: Path, ranks: Callabl
     summed = 2 * 2 * (2 * hidden * 8) // 3  # the last tokens: an all-reduce
     merged = 2 * layers * 2 * heads * (dim + 1) * 8
     wanted = [kept, gathered + summed, merged]
-    assert ranks(3 * tp).run(cache_bytes, saved(IN_TURNS, tmp_path), Layout(cp=3, tp=tp)) == [wanted] * 3 * tp
+    layout = Layout(cp=3, tp=tp)
+    assert ranks(3 * tp).run(cache_bytes, saved(IN_TURNS, tmp_path), IN_TURNS, layout) == [wanted] * 3 * tp
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_latent_is_kept_and_sent_once(tp: int, tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+    """A latent of 20 elements and the rotary key of 6 are key and value of all heads, on every tensor-parallel rank."""
+    layers, heads, latent, hidden = 3, 6 // tp, 20 + 6, 48
+    kept = 2 * layers * latent * 4 * 8  # of two sequences of up to 10 tokens, a third of each
+    gathered = 2 * layers * latent * 4 * 8  # to two others, of a prompt of 10; that of 2 is whole everywhere
+    summed = 2 * 2 * (2 * hidden * 8) // 3  # the last tokens: an all-reduce
+    merged = 2 * layers * 2 * heads * (latent + 1) * 8
+    wanted, layout = [kept, gathered + summed, merged], Layout(cp=3, tp=tp)
+    assert ranks(3 * tp).run(cache_bytes, saved(LATENTS, tmp_path), LATENTS, layout) == [wanted] * 3 * tp
 
 
 # -- 16 bit, and prompts whose scores are made in parts

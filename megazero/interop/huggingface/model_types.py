@@ -264,10 +264,12 @@ class HuggingFaceModel:
         """Return the names under which files can hold the output head."""
         return [row.theirs[0] for row in self.tensors if HEAD in row.ours]
 
-    def split(self, ours: Mapping[str, torch.Tensor], model: ModelConfig) -> dict[str, torch.Tensor]:
-        """Return all of our tensors, or gradients of them, under their names and in their shapes."""
+    def split(
+        self, ours: Mapping[str, torch.Tensor], model: ModelConfig, held: Container[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """Return all of our tensors, or gradients of them, under their names and in their shapes. held: see `names`."""
         found: dict[str, torch.Tensor] = {}
-        for row in dict.fromkeys(row for name in ours for row in self.names(name, model)):
+        for row in dict.fromkeys(row for name in ours for row in self.names(name, model, held)):
             parts = row.form.split([ours[name][row.rows] for name in row.ours], model)
             found |= dict(zip(row.theirs, parts, strict=True))
         return found

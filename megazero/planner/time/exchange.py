@@ -1,13 +1,18 @@
-"""`--cp-exchange auto`: whether a ring of keys and values hides behind attention. Pure."""
+"""`--cp-exchange auto`: whether a ring of keys and values hides behind attention, or is cheaper than latents. Pure."""
 
 from __future__ import annotations
 
+from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.dealing import dealt_tokens
+from megazero.engine.plan.layout.layers import Use
 from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.program.operations import Backward, Forward, Recompute
+from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.flag_names import with_values
 from megazero.flags.validate import ring_refusal
 from megazero.planner.sizes import keys_bytes
+from megazero.planner.time.costs import StepCosts
 from megazero.planner.time.devices import Device
 from megazero.planner.time.network import Network
 
@@ -21,13 +26,30 @@ def choose_exchange(config: Config, layout: Layout, device: Device | None) -> Co
     if config.parallel.cp_exchange != "auto" or config.parallel.context_parallel_size == 1:
         return config
     documents = config.data.reset_attention_mask  # pieces of documents in each block are many small kernels
-    ring = (
-        device is not None
-        and device.kind == "cuda"
-        and not (documents or ring_refusal(config, device.kind))
-        and ring_hides(config, layout, device)
-    )
-    return with_values(config, {"cp-exchange": "ring" if ring else "all-gather"})
+    gathering, ring = (with_values(config, {"cp-exchange": name}) for name in ("all-gather", "ring"))
+    if device is None or device.kind != "cuda" or documents or ring_refusal(config, device.kind):
+        return gathering
+    if config.model.multi_latent_attention:
+        prefers_ring = blocks_seconds(ring, layout, device) < blocks_seconds(gathering, layout, device)
+    else:
+        prefers_ring = ring_hides(config, layout, device)
+    return ring if prefers_ring else gathering
+
+
+def blocks_seconds(config: Config, layout: Layout, device: Device) -> float:
+    """Return the seconds of a micro-batch in the blocks of the first pipeline rank.
+
+    Latents are few bytes. But a rank that gathers them computes the keys and values of whole samples, and one with a
+    ring those of its own tokens. So neither the bytes nor a hidden ring decides.
+    """
+    costs = StepCosts(config, layout, rank_spec(config, layout, 0, declare), device)
+    full, seconds = config.activations.recompute == "full", 0.0
+    for name, layer in costs.spec.layers.items():
+        if layer.use is Use.LAYER:
+            seconds += costs.of_layer(Forward(name, 0, graph=not full)).seconds
+            seconds += costs.of_layer(Recompute(name, 0)).seconds if full else 0.0
+            seconds += costs.of_layer(Backward(name, 0)).seconds
+    return seconds
 
 
 def ring_hides(config: Config, layout: Layout, device: Device) -> bool:

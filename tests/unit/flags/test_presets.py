@@ -30,6 +30,7 @@ SHAPES = {
     "quickstart": (2, 4, 192, 6, 1, 8, 16),
     **{f"c{i}": (4, 4, 256, 8, 2, 8, 16) for i in (1, 2, 3, 4, 5)},
     "tiny-experts": (1, 4, 128, 4, 1, 16, 16),
+    "tiny-deepseek": (2, 4, 192, 6, 1, 8, 16),
     "tiny": (1, 4, 256, 4, 1, 16, 16),
     "gpt2-124m": (8, 12, 768, 12, 1, 64, 512),
     "gpt2-345m": (8, 24, 1024, 16, 1, 64, 512),
@@ -229,6 +230,7 @@ SMALL = (
     "quickstart",
     "tiny",
     "tiny-experts",
+    "tiny-deepseek",
     "c1",
     "c2",
     "c3",
@@ -259,7 +261,7 @@ def test_shape_and_batch(name: str) -> None:
     assert (layout.world_size, *shape, layout.tp, samples, training.global_batch_size) == SHAPES[name]
     if name in FAMILIES:
         return
-    assert model.ffn_hidden_size == 4 * model.hidden_size
+    assert model.ffn_hidden_size == (512 if name == "tiny-deepseek" else 4 * model.hidden_size)
     if name in TODAY:
         assert estimated(config, layout, 0, "cuda").total < 0.9 * TODAY[name]
     elif name not in SMALL:

@@ -1,5 +1,7 @@
 """Keys and values of earlier tokens, so that the next token of a text costs one token's computation.
 
+Where keys are their own values, as latents are, there is one tensor of both.
+
 A layer with a window keeps as many tokens as the window has. A new token replaces the one that left the window.
 
 Of c context-parallel ranks, rank r keeps positions r, r + c, r + 2 c, ...: as many as any other, in a window too. The
@@ -23,9 +25,11 @@ from megazero.engine.kernels.dropout import Rows
 from megazero.engine.kernels.eager import wide
 from megazero.engine.mesh.collectives import Axis
 from megazero.engine.model.context_parallel.dealt import DealtTokens
-from megazero.engine.model.context_parallel.key_exchange import GatheredKeys
+from megazero.engine.model.context_parallel.key_exchange import GatheredTokens
 from megazero.engine.model.scores import Scores
 from megazero.engine.plan.layout.dealing import deal
+
+Heads = tuple[torch.Tensor, ...]  # keys and values, or keys alone, which are the values
 
 
 class AttendPrompt(Protocol):
@@ -46,7 +50,7 @@ class KVCache:
     def __init__(self, num_sequences: int, capacity: int, cp: Axis | None = None) -> None:
         """Have room for `capacity` tokens of each sequence on `cp` together, allocated at a layer's first use."""
         self.num_sequences, self.capacity, self.cp = num_sequences, capacity, cp or Axis("cp", [0], 0)
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # [b, g/tp, L, d] each
+        self._layers: dict[int, Heads] = {}  # [b, g/tp, L, d] each
         self._deals: dict[tuple[int, torch.device], DealtTokens] = {}
 
     def dealt(self, count: int, device: torch.device) -> DealtTokens | None:
@@ -67,72 +71,73 @@ class KVCache:
         prompt: AttendPrompt,
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: torch.Tensor | None,
         rows: tuple[Rows, ...],
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store new tokens' keys and values, then return the attention of their queries. Has no gradient.
 
-        Shapes: q [T, n/tp, d], k and v [T, g/tp, d] -> [T, n/tp * d]; sinks [n/tp], which `prompt` has itself.
+        Shapes: q [T, n/tp, d], k and v [T, g/tp, d] -> [T, n/tp * d]; sinks [n/tp], which `prompt` has itself. If v is
+        None, keys are the values.
         """
-        keys, values = self._of(layer, k, scores.window)
+        given = (k,) if v is None else (k, v)
+        cached = self._of(layer, given, scores.window)
         if all(row.count == 1 for row in rows):
             assert [row.sample for row in rows] == list(range(self.num_sequences)), rows
-            return self._attend_once(q, k, v, keys=keys, values=values, rows=rows, scores=scores, sinks=sinks)
+            return self._attend_once(q, given, cached, rows, scores=scores, sinks=sinks)
         deals = [self.dealt(row.count, q.device) for row in rows]
         counts = [row.count if part is None else part.indices.shape[1] for row, part in zip(rows, deals, strict=True)]
         found = []
-        for row, dealt, *heads in zip(rows, deals, *(part.split(counts) for part in (q, k, v)), strict=True):
-            own = keys[row.sample : row.sample + 1], values[row.sample : row.sample + 1]
+        for row, dealt, query, *new in zip(rows, deals, *(part.split(counts) for part in (q, *given)), strict=True):
+            own = tuple([part[row.sample : row.sample + 1] for part in cached])
             if row.first:
                 assert row.count == 1, row
-                found.append(self._attend_once(*heads, *own, (row,), scores, sinks))
+                found.append(self._attend_once(query, tuple(new), own, (row,), scores=scores, sinks=sinks))
                 continue
-            queries, *new = (part.transpose(0, 1)[None] for part in heads)  # [1, n or g, t, d]
             if dealt is not None:
-                new = list(GatheredKeys(self.cp, dealt).gather(*new))
-            mine = torch.arange(row.count, device=q.device)[self.cp.rank :: self.cp.size][-keys.shape[2] :]
-            for cached, part in zip(own, new, strict=True):
-                cached[:, :, mine // self.cp.size % keys.shape[2]] = part[:, :, mine]
-            found.append(prompt(queries, *new, dealt))
+                whole = GatheredTokens(self.cp, dealt).gather(torch.stack(new, 1).flatten(1))
+                new = list(whole.view(row.count, len(new), *k.shape[1:]).unbind(1))
+            queries, *heads = (part.transpose(0, 1)[None] for part in (query, *new))  # [1, n or g, t or s, d]
+            slots = own[0].shape[2]
+            mine = torch.arange(row.count, device=q.device)[self.cp.rank :: self.cp.size][-slots:]
+            for part, all_tokens in zip(own, heads, strict=True):
+                part[:, :, mine // self.cp.size % slots] = all_tokens[:, :, mine]
+            found.append(prompt(queries, heads[0], heads[-1], dealt))
         return torch.cat(found)
 
     def keep(self, sequences: Sequence[int]) -> None:
         """Remove all sequences except these, which get the numbers 0, 1, ... in this order."""
         self.num_sequences = len(sequences)
-        for layer, pair in self._layers.items():
-            self._layers[layer] = tuple(part[list(sequences)] for part in pair)
+        for layer, heads in self._layers.items():
+            self._layers[layer] = tuple(part[list(sequences)] for part in heads)
 
-    def _of(self, layer: int, like: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of(self, layer: int, like: Heads, window: int) -> Heads:
         if layer not in self._layers:
             slots = -(-min(window or self.capacity, self.capacity) // self.cp.size)
-            shape = self.num_sequences, like.shape[1], slots, like.shape[2]
-            self._layers[layer] = like.new_zeros(shape), like.new_zeros(shape)
+            self._layers[layer] = tuple([x.new_zeros(self.num_sequences, x.shape[1], slots, x.shape[2]) for x in like])
         return self._layers[layer]
 
     def _attend_once(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        new: Heads,
+        cached: Heads,
         rows: tuple[Rows, ...],
         scores: Scores,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """One new token per sequence: q [b, n, d], k and v [b, g, d], keys and values [b, g, L, d] -> [b, n * d].
+        """One new token per sequence: q [b, n, d], `new` [b, g, d] each, `cached` [b, g, L, d] each -> [b, n * d].
 
         The n / g queries that share keys are rows of one product, so keys are not repeated.
         """
-        (b, n, d), (_, g, slots, _), (c, rank) = q.shape, keys.shape, (self.cp.size, self.cp.rank)
+        (b, n, d), (_, g, slots, _), (c, rank) = q.shape, cached[0].shape, (self.cp.size, self.cp.rank)
         positions = torch.tensor([row.first for row in rows], device=q.device)
         sequences = torch.arange(b, device=q.device)
         at, mine = positions // c % slots, (positions % c == rank)[:, None, None]
-        for cached, new in ((keys, k), (values, v)):
-            cached[sequences, :, at] = torch.where(mine, new, cached[sequences, :, at])
+        for part, added in zip(cached, new, strict=True):
+            part[sequences, :, at] = torch.where(mine, added, part[sequences, :, at])
         used = min(max(row.first for row in rows) // c + 1, slots)
-        keys, values = keys[:, :, :used], values[:, :, :used]
+        keys, values = cached[0][:, :, :used], cached[-1][:, :, :used]
         last = ((positions - rank) // c)[:, None]  # number of the last of this rank's positions; -1: it has none
         held = last - (last - torch.arange(used, device=q.device)) % slots  # the same of each slot; below 0: empty
         seen = held >= 0

@@ -120,7 +120,7 @@ class LatentAttention(Attention):
             return self.core.prompt(q, k, v, fused=False, dealt=dealt)
 
         found = tokens.cache.attend(
-            self.number, self.core.scores, prompt, absorbed, latents[:, None], latents[:, None], rows=tokens.rows
+            self.number, self.core.scores, prompt, absorbed, latents[:, None], v=None, rows=tokens.rows
         )
         found = found.view(len(latents), self.num_heads, -1)[..., : self.rank]
         return torch.einsum("tnr,nvr->tnv", found, values).flatten(1)

@@ -12,17 +12,22 @@ from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.batch import Uploaded
 from megazero.flags.cli import parse
+from megazero.flags.flag_names import with_values
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_device
 from megazero.observe.start_report import drawing
 from megazero.planner.bytes.estimate import estimate, stage_bytes
+from megazero.planner.sizes import keys_bytes
 from megazero.planner.time.devices import load_device
 from megazero.planner.time.exchange import choose_exchange, ring_hides
 from megazero.planner.time.step_time import step_time
+from megazero.planner.trace.trace import trace_block
 from tests.helpers.table import for_each
 
 MODEL = "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --vocab-size 200 --micro-batch-size 2"
 LLAMA = "--architecture llama --num-query-groups 2"
+LATENT = "--architecture llama --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 10 "
+LATENT += "--qk-pos-emb-head-dim 6 --v-head-dim 12"
 
 
 def resolved(flags: str, world: int) -> tuple[Config, Layout]:
@@ -138,6 +143,54 @@ def test_the_ring_is_chosen_where_it_hides() -> None:
     assert [hides(tokens, "", tp=8) for tokens in (19_000, 20_500)] == [False, True]
     grouped = "--architecture llama --num-query-groups 8"
     assert [hides(tokens, grouped, tp=8) for tokens in (4700, 6500)] == [False, True]
+
+
+@for_each("model", ["", LLAMA, LATENT])
+@for_each("recompute", ["none", "full"])
+@for_each("tp", [1, 2])
+def test_a_ring_sends_the_planned_bytes(model: str, recompute: str, tp: int) -> None:
+    """A layer sends keys and values of each other rank in both passes, and their gradients. 17 tokens on 3 ranks."""
+    flags = f"{model} --seq-length 17 --context-parallel-size 3 --cp-exchange ring --recompute {recompute}"
+    config, layout = resolved(f"{flags} --tensor-model-parallel-size {tp}", 3 * tp)
+    block, keys = trace_block(config, layout, "cpu", "blocks.0"), keys_bytes(config, layout)
+    assert keys == 2 * 2 * 6 * (2 if model == LLAMA else 4) // tp * 16 * 4
+    assert [each["cp"] for each in (block.forward, block.backward)] == [2 * keys, 2 * keys + 2 * keys]
+    assert block.recompute["cp"] == (2 * keys if recompute == "full" else 0)
+
+
+@for_each(("precision", "gradient"), [("fp32", 4), ("fp64", 8), ("bf16", 4)])
+@for_each("recompute", ["none", "full"])
+def test_latents_are_sent_where_they_are_narrower(precision: str, gradient: int, recompute: str) -> None:
+    """20 elements of a latent and 6 of a rotary key, of 6 tokens of 2 samples, to 2 others.
+
+    The gradient of kv_up needs the latents again, without the key. Where heads are fewer, keys and values are narrower.
+    """
+    flags = f"{LATENT} --seq-length 17 --context-parallel-size 3 --cp-exchange all-gather --recompute {recompute}"
+    config, layout = resolved(f"{flags} --precision {precision}", 3)
+    size, rows = 2 if precision == "bf16" else gradient, 2 * 2 * 6
+    block = trace_block(config, layout, "cpu", "blocks.0")
+    assert block.forward["cp"] == rows * 26 * size < 2 * keys_bytes(config, layout)
+    assert block.recompute["cp"] == (block.forward["cp"] if recompute == "full" else 0)
+    assert block.backward["cp"] == rows * (26 * gradient + 20 * size)
+    config, layout = resolved(f"{flags} --kv-lora-rank 200 --precision {precision}", 3)
+    block = trace_block(config, layout, "cpu", "blocks.0")
+    assert block.forward["cp"] == 2 * keys_bytes(config, layout) < rows * 206 * size
+
+
+def test_latents_are_gathered_unless_a_ring_is_cheaper() -> None:
+    """A ring hides in both models. But it computes more in the first, and gathering does in the second."""
+    h100 = load_device("h100-80gb")
+    flags = f"{LATENT} --num-attention-heads 32 --hidden-size 4096 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+    flags += "--v-head-dim 128 --precision bf16 --micro-batch-size 1 --context-parallel-size 8 --seq-length 65536"
+    for rank, wanted in ((512, "all-gather"), (4096, "ring")):
+        config, layout = resolved(f"{flags} --kv-lora-rank {rank}", 8)
+        assert ring_hides(config, layout, h100)
+        assert choose_exchange(config, layout, None).parallel.cp_exchange == "all-gather"
+        chosen = choose_exchange(config, layout, h100)
+        assert chosen.parallel.cp_exchange == wanted
+        other = with_values(config, {"cp-exchange": "ring" if wanted == "all-gather" else "all-gather"})
+        seconds = [step_time(each, layout, h100, with_range=False).expected.seconds for each in (chosen, other)]
+        assert seconds[0] < seconds[1]
 
 
 def test_waiting_for_keys_is_a_part_of_a_step() -> None:
