@@ -275,6 +275,7 @@ def test_options_that_make_another_model() -> None:
             "beta_fast": 16.0,
             "mscale": 0.7,
             "mscale_all_dim": 0.7,
+            "yarn_correction_range_round_to_int": False,
             "mtp_num_layers": 1,
             "mtp_loss_scaling_factor": 0.3,
         }
