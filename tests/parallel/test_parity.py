@@ -265,8 +265,8 @@ def test_losses_of_a_blends_corpora_are_those_of_every_layout(case: Case, ranks)
 #     bf16 3e-4, 4e-3, 1e-3, 7e-2    fp16 3e-5, 5e-4, 3e-3, 4e-2
 # The norm depends on the case: with one micro-batch of a llama with untied tables, plain PyTorch in fp32 has 1.5e-4.
 # The loss of a llama and its relatives rises at first at this learning rate, and moves further: in one process in bf16
-# 2e-4, 3e-3, 7e-3, 0.14; of a deepseek-v3 8e-3, of a gpt-oss on two samples 1.2e-2. Gradients in 16 bit are rounded once
-# more after each micro-batch: 5e-3 after two updates on two ranks, with the loss whole or in chunks.
+# 2e-4, 3e-3, 7e-3, 0.14; of a deepseek-v3 8e-3, of a gpt-oss on two samples 1.2e-2. Gradients in 16 bit are rounded
+# once more after each micro-batch: 5e-3 after two updates on two ranks, with the loss whole or in chunks.
 RISING = {"llama": 4, "deepseek-v3": 4, "gpt-oss": 8}  # architecture -> factor of the tolerance of later losses
 NEAR = {
     "fp64": (TOLERANCE,) * 4,
