@@ -86,7 +86,9 @@ def ours(o: Options, x: torch.Tensor, table: torch.Tensor, labels: torch.Tensor,
     weight.data = F.pad(table, (0, 0, 0, weight.block.stored[0] - o.vocabulary))
     ids = labels[None]
     tokens = MicroBatchInfo.of(ids, (0,), context.stream, training=True)
-    batch = DeviceBatch(ids, ids, torch.ones(ids.shape), tokens).seeded(torch.tensor(1 / o.tokens, dtype=torch.float64))
+    batch = DeviceBatch(ids, ids, torch.ones(ids.shape), tokens).seeded(
+        torch.tensor([1 / o.tokens], dtype=torch.float64)
+    )
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         weight.owner = owner = Gradients()
