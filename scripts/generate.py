@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -68,6 +68,9 @@ class Options:
     """Seed of the draws. A text does not depend on the others of its batch."""
     json: bool = False
     """Print a JSON object per text instead: prompt, completion, finish (end of document, or length), tokens."""
+    count_guesses: bool = False
+    """Print how many of the new tokens the modules of --mtp-num-layers would have guessed. Each text is computed once
+    more, all of it at once."""
     tensor_model_parallel_size: int = 1
     """Ranks that share every matrix of a layer; start them with torchrun, srun or scripts/launch.sh."""
     pipeline_model_parallel_size: int = 1
@@ -137,6 +140,10 @@ def run(options: Options, world: launch.World) -> None:
     state = RunState.read(path)
     model = state.model_config(path)
     layout = layout_of(model, options, world)
+    if options.count_guesses and not model.mtp_num_layers:
+        raise ValueError("--count-guesses: the model has no modules of --mtp-num-layers; drop it")
+    if options.count_guesses and options.context_parallel_size > 1:
+        raise ValueError("--count-guesses with --context-parallel-size above 1: each text is on one rank; drop one")
     tokenizer = tokenizer_for(options.tokenizer, path, state, model.vocab_size)
     prompts = [ids for ids in tokenizer.encode_batch(read_prompts(options)) for _ in range(options.num_samples)]
     if not all(prompts):
@@ -148,26 +155,28 @@ def run(options: Options, world: launch.World) -> None:
     eod = end_of_document(tokenizer)
     if note := packed_prompts(state.config.get("data", {}), prompts, eod):
         log.warning(note)
-    guesses = Guesses(inference)
+    guesses = Guesses(inference) if options.count_guesses else None
     generator = Generator(
         model=inference,
         sampling=sampling,
         max_new_tokens=options.max_new_tokens,
         batch_size=options.batch_size,
         eod=eod,
-        tell=guesses.add,
     )
+    if guesses is not None:
+        generator = replace(generator, on_batch=guesses.texts.extend)
     start, tokens = time.perf_counter(), 0
     for texts in generator.run(prompts):
         show(texts, tokenizer, options.json, several=len(prompts) > 1)
         tokens += sum(len(text.new_ids) for text in texts)
-    guessed = guesses.summary()
     if world.rank == 0:
         seconds = time.perf_counter() - start
         rate = f"{tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.1f} tokens/s"
         print(f"generated {rate}", file=sys.stderr, flush=True)
-        if guessed:
-            print(guessed, file=sys.stderr, flush=True)
+    if guesses is not None:
+        summary = guesses.summary()
+        if world.rank == 0:
+            print(summary, file=sys.stderr, flush=True)
     launch.stop(world, TIMEOUT_MINUTES)
 
 

@@ -71,7 +71,7 @@ class Generator:
     max_new_tokens: int
     batch_size: int
     eod: int | None  # ends a text
-    tell: Callable[[list[Text]], None] = lambda texts: None  # gets each batch of texts of this rank, complete
+    on_batch: Callable[[list[Text]], None] = lambda texts: None  # gets complete texts of this rank, for statistics
 
     def run(self, prompts: Sequence[list[int]]) -> Iterator[list[Text]]:
         """Yield batch after batch of texts, on rank 0 in the order of the prompts; all ranks iterate to the end."""
@@ -81,7 +81,7 @@ class Generator:
             numbers = range(first, min(first + at_once, len(prompts)))[dp.rank :: dp.size]
             texts = [Text(n, list(prompts[n]), len(prompts[n])) for n in numbers]
             self._generate(texts)
-            self.tell(texts)
+            self.on_batch(texts)
             yield self._gathered(texts)
 
     def _generate(self, texts: list[Text]) -> None:

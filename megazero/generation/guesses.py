@@ -9,24 +9,19 @@ from megazero.generation.model import InferenceModel
 
 
 class Guesses:
-    """Counts the tokens that modules of multi-token prediction would have guessed, on all ranks."""
+    """Collects the texts of this rank, and then counts the guesses of the modules."""
 
     def __init__(self, inference: InferenceModel) -> None:
-        self.inference, modules = inference, inference.model.mtp_num_layers
-        self.counts = torch.zeros(modules, 2, dtype=torch.float64)
-
-    def add(self, texts: list[Text]) -> None:
-        """Count the texts of this rank."""
-        for text in texts if len(self.counts) else ():
-            found = self.inference.guessed(text.ids, text.num_prompt)
-            if found is not None:
-                self.counts += found
+        self.inference = inference
+        self.texts: list[Text] = []
 
     def summary(self) -> str:
-        """Sum over all ranks. Empty without modules."""
-        if not len(self.counts):
-            return ""
-        mesh = self.inference.mesh
-        total = mesh.control_sum(self.counts.to(mesh.device), mesh.dp, mesh.pp)
-        shares = ", ".join(f"{float(right / max(1, number)):.0%}" for right, number in total)
+        """Compute each text once more, and sum over all ranks; all ranks call this."""
+        mesh, counts = self.inference.mesh, torch.zeros(self.inference.model.mtp_num_layers, 2, dtype=torch.float64)
+        for text in self.texts:
+            found = self.inference.guessed(text.ids, text.num_prompt)
+            if found is not None:
+                counts += found
+        total = mesh.control_sum(counts.to(mesh.device), mesh.dp, mesh.pp).tolist()
+        shares = ", ".join(f"{right / number:.0%}" if number else "none" for right, number in total)
         return f"modules of --mtp-num-layers guess {shares} of these tokens"

@@ -93,7 +93,8 @@ class InferenceModel:
         """Return how many tokens behind a prompt are the likeliest of each module of multi-token prediction.
 
         The result is [modules, 2], of tokens that are and of tokens, on the last stage; None on the others. Only the
-        last tokens of a text that is longer than the window count. Context-parallel ranks compute the same.
+        last tokens of a text that is longer than the window count. Computes all of the text at once, on one
+        context-parallel rank.
         """
         first = max(0, len(ids) - self.window)
         ids, num_prompt = ids[first:], max(1, num_prompt - first)
@@ -103,13 +104,15 @@ class InferenceModel:
         if head is None or head.depths is None:
             return None
         modules = range(1, 1 + self.model.mtp_num_layers)
-        _, *states = head.depths.states(x, [F.pad(whole[:, k:], (0, k)) for k in modules], tokens)
-        found = []
+        following = [F.pad(whole, (0, k))[:, k : k + len(ids)] for k in modules]
+        _, *states = head.depths.states(x, following, tokens)
+        found = torch.zeros(len(modules), 2, dtype=torch.float64)
         for k, state in zip(modules, states, strict=True):
-            from_first = max(0, num_prompt - k - 1)
-            guesses = head.vocabulary.whole_logits(state[from_first : len(ids) - k - 1]).argmax(-1)
-            found.append([int((guesses == whole[0, from_first + k + 1 :]).sum()), len(guesses)])
-        return torch.tensor(found, dtype=torch.float64)
+            first = max(num_prompt, k + 1)  # the first token that this module guesses
+            if first < len(ids):
+                guesses = head.vocabulary.whole_logits(state[first - k - 1 : len(ids) - k - 1]).argmax(-1)
+                found[k - 1] = torch.tensor([int((guesses == whole[0, first:]).sum()), len(guesses)])
+        return found
 
     def _tokens(self, new: Sequence[NewTokens], own: Sequence[Ranges], cache: KVCache) -> MicroBatchInfo:
         """own: this rank's of the new tokens"""

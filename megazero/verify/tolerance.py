@@ -46,7 +46,8 @@ def terms(config: Config) -> int:
     inner = model.num_attention_heads * model.head_dim
     widths = model.ffn_size + model.moe_router_topk * model.expert_size * (model.num_experts > 0)
     block = 4 * model.hidden_size + inner + 2 * model.seq_length + widths
-    chain = 3 * (model.num_layers * block + model.hidden_size + model.vocab_size)
+    depths = model.mtp_num_layers
+    chain = 3 * ((model.num_layers + depths) * block + model.hidden_size + (1 + depths) * model.vocab_size)
     return chain + config.training.global_batch_size * model.seq_length
 
 
@@ -70,7 +71,7 @@ class Tolerance(NamedTuple):
         if precision == "fp64":
             return cls(config, roundoff * number * math.sqrt(number), True)
         if precision in ("bf16", "fp16"):
-            number = 3 * RESULTS * config.model.num_layers
+            number = 3 * RESULTS * (config.model.num_layers + config.model.mtp_num_layers)
         return cls(config, SIGMAS * roundoff * math.sqrt(number), False)
 
     def loss(self, step: int, steps: list[VerifiedStep], gradients: list[dict[str, Array]]) -> float:

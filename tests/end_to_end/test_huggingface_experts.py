@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,13 @@ def test_files_of_the_base_model_alone_are_read(tmp_path: Path) -> None:
     both = [read_checkpoint(import_(tmp_path / name, tmp_path / f"{name}-back") / "iter_0000000")
             for name in ("whole", "base")]  # fmt: skip
     assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
+
+
+def test_modules_that_a_folder_does_not_hold_are_refused(saved) -> None:
+    """--mtp-num-layers: its family has no place for them, or its files have fewer."""
+    folder = saved("qwen3_moe", True)
+    model = replace(read_config(folder).model, mtp_num_layers=2)
+    with pytest.raises(
+        ValueError, match="--mtp-num-layers 2: --load .* holds 0 modules of multi-token prediction; give"
+    ):
+        open_weights(folder, model)

@@ -68,10 +68,21 @@ def test_transformers_drafts_with_an_export(trained: Path, tmp_path: Path) -> No
     assert all(torch.equal(ours[name], value) for name, value in original.items() if name.startswith("model."))
 
 
+def generate(trained: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/generate.py", "--load", str(trained / "run"), "--temperature", "0", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_text_without_a_token_to_guess_has_no_share(trained: Path) -> None:
+    """One token, and one new one, which no module predicts."""
+    done = generate(trained, "--count-guesses", "--max-new-tokens", "1", "--prompt=w3")
+    assert "modules of --mtp-num-layers guess none of these tokens" in done.stderr
+
+
 def test_generation_counts_guesses(trained: Path) -> None:
     prompts = [f"--prompt=w{a} w{a + 2} w{a + 4} w{a + 6} w{a + 8}" for a in (3, 10, 20)]
-    command = [sys.executable, "scripts/generate.py", "--load", trained / "run", "--temperature", "0", *prompts]
-    done = subprocess.run([*map(str, command), "--max-new-tokens", "16"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = generate(trained, "--count-guesses", "--max-new-tokens", "16", *prompts)
     share = re.search(r"modules of --mtp-num-layers guess (\d+)% of these tokens", done.stderr)
     assert share is not None and 30 < int(share[1]) <= 100

@@ -53,8 +53,8 @@ HARMLESS = frozenset(
 ADD = "it changes the model; docs/extending.md shows how to add a part of a model"
 # Keys that ask for other weights, or layers that differ -> the way out.
 NEVER = {
-    "quantization_config": "load a folder with the dequantised weights in bf16, such as transformers' save_pretrained "
-    "writes after from_pretrained (for MXFP4 with Mxfp4Config(dequantize=True))",
+    "quantization_config": "load a folder with the dequantised weights in bf16 (of MXFP4: that of transformers' "
+    "from_pretrained with Mxfp4Config(dequantize=True), and then save_pretrained)",
     "per_layer_config": ADD,
 }
 # Code of a model's own: from_pretrained runs it with trust_remote_code alone.

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from megazero.engine.model.layers.context import DTYPES
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import ModelConfig
 from megazero.files import new_folder, write_atomically
-from megazero.interop.huggingface.families import family_of, without_left_out
+from megazero.interop.huggingface.families import family_of
 from megazero.interop.huggingface.model_types import SAME, TensorNames
 from megazero.interop.huggingface.tokenizer_files import check_tokenizer, special_ids, write_tokenizer
 from megazero.log import log
@@ -43,9 +44,9 @@ def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def exported(model: ModelConfig) -> ModelConfig:
     """Return the model as an export holds it, and warn of modules that are left out."""
-    family = family_of(model)
-    found = without_left_out(model, family)
-    if found != model:
+    found, family = model, family_of(model)
+    if model.mtp_num_layers and not family.predicts:
+        found = replace(model, mtp_num_layers=0)
         log.warning(
             f"--mtp-num-layers {model.mtp_num_layers}: its modules are not exported, because {family.model_class} has "
             "no place for them; the next token does not depend on them"
@@ -114,7 +115,7 @@ def export_run(path: Path, output: Path, dtype: str) -> bool:
 
 def check_export(model: ModelConfig, tokenizer: Tokenizer | None) -> None:
     """Refuse a run whose export would compute another model. ValueError names the options, or the tokenizer."""
-    family_of(model).to_config(model, None)
+    family_of(model).to_config(exported(model), None)
     if tokenizer is not None:
         check_tokenizer(tokenizer)
 

@@ -5,7 +5,6 @@ Shapes: h hidden, n heads, g groups of heads that share keys and values, d head 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from megazero.engine.kernels.eager import SWIGLU_LIMIT, SWIGLU_SLOPE
@@ -155,6 +154,7 @@ def _deepseek(
     model_class: str,
     *conversions: Conversion,
     sigmoid: bool = True,
+    predicts: bool = False,
     ignored: tuple[str, ...] = (),
     **others: Any,
 ) -> HuggingFaceModel:
@@ -172,7 +172,9 @@ def _deepseek(
         model_type,
         model_class,
         *(ROTARY, LATENT_HEADS, SHARED_EXPERTS, *conversions),
-        layers=BEFORE | LATENT_ATTENTION | GATED_MLP | EXPERTS | SHARED_EXPERTS_LAYERS | PREDICTIONS,
+        layers=BEFORE
+        | (LATENT_ATTENTION | GATED_MLP | EXPERTS | SHARED_EXPERTS_LAYERS)
+        | (PREDICTIONS if predicts else {}),
         options=LATENTS,
         needed=needed,
         required=SILU | required,
@@ -180,6 +182,7 @@ def _deepseek(
         ignored=("num_nextn_predict_layers", "ep_size", "moe_layer_freq", "aux_loss_alpha", "seq_aux", *ignored),
         expert_bias=EXPERT_BIAS if sigmoid else "",
         further_layers=True,
+        predicts=predicts,
         **others,
     )
 
@@ -277,9 +280,10 @@ MODELS = {
         _deepseek(
             "glm4_moe_lite",
             "Glm4MoeLiteForCausalLM",
-            *(MLP_LAYER_TYPES, EXPERT_GROUPS, TOPK_PROB),
+            *(MLP_LAYER_TYPES, EXPERT_GROUPS, TOPK_PROB, PREDICTIONS_NUMBER),
             ignored=("first_k_dense_replace",),
             architecture="deepseek-v3",
+            predicts=True,
         ),
         _llama(
             "glm4_moe",
@@ -399,11 +403,6 @@ MODELS = {
         ),
     )
 }
-
-
-def without_left_out(model: ModelConfig, family: HuggingFaceModel) -> ModelConfig:
-    """Return the model as `family` holds it: without modules of multi-token prediction if it has no place for them."""
-    return model if family.predicts else replace(model, mtp_num_layers=0)
 
 
 def family_of(model: ModelConfig) -> HuggingFaceModel:

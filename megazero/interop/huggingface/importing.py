@@ -171,13 +171,19 @@ def _state(config: Config, saved_tokenizer: str) -> RunState:
 def modules_in(files: Source, architecture: HuggingFaceModel, model: ModelConfig) -> int:
     """Return the number of modules of multi-token prediction that the files hold."""
     name, found = MODULE + "projection.weight", 0
-    while architecture.predicts and architecture.names(name.format(found), model)[0].theirs[0] in files.files:
+    held = {prefix + each for each in files.files for prefix in ("", architecture.prefix)}  # or of the base model alone
+    while architecture.predicts and architecture.names(name.format(found), model)[0].theirs[0] in held:
         found += 1
     return found
 
 
 def names_in(files: Source, architecture: HuggingFaceModel, model: ModelConfig) -> dict[str, str]:
     """Return their name -> its name in the files. ValueError unless these hold the model's tensors and no others."""
+    if model.mtp_num_layers > (held_modules := modules_in(files, architecture, model)):
+        raise ValueError(
+            f"--mtp-num-layers {model.mtp_num_layers}: {files.where} holds {held_modules} modules of multi-token "
+            "prediction; give at most as many"
+        )
     shapes = shapes_of(model)
     first = architecture.names(next(iter(shapes)), model)[0].theirs[0]
     prefix = "" if first in files.files else architecture.prefix  # saved as the base model alone

@@ -379,7 +379,7 @@ GENERATED: dict[str, Call] = {
         "max_new_tokens": 3,
         "batch_size": 2,
         "eod": 256,
-        "tell": Kind("method"),
+        "on_batch": Kind("function"),
     },
     "Stage": {
         "model": As("InferenceModel.model"),

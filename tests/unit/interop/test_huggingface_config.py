@@ -166,7 +166,7 @@ def test_null_stands_for_the_usual_value(model_type: str, tmp_path: Path) -> Non
         (
             "gpt_oss",
             {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}},
-            r"has quantization_config .*mxfp4.*; .* in bf16, such as .* with Mxfp4Config\(dequantize=True\)\)$",
+            r"has quantization_config .*mxfp4.*; .* in bf16 \(of MXFP4: .* Mxfp4Config\(dequantize=True\), and",
         ),
         ("gpt_oss", {"swiglu_limit": 5.0}, "has swiglu_limit 5.0; this version computes 7.0 only"),
         *(  # transformers stops at these, or masks every token

@@ -132,11 +132,16 @@ class CoreAttention:
 
     def weights(
         self, capped: torch.Tensor, documents: Documents | None, dealt: DealtTokens | None = None
-    ) -> torch.Tensor:
-        """Return the softmax of scores over the keys that each query sees; may overwrite the scores."""
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the softmax of scores over the keys that each query sees, and the shares of sinks, if heads have any.
+
+        May overwrite the scores.
+        """
         indices = None if dealt is None else dealt.indices
-        softmax = self.kernels.causal_softmax if self.sinks is None else self.sinks.softmax
-        return softmax(capped, self.scores.first_seen(capped, documents, indices), indices)
+        starts = self.scores.first_seen(capped, documents, indices)
+        if self.sinks is None:
+            return (self.kernels.causal_softmax(capped, starts, indices),)
+        return self.sinks.softmax(capped, starts, indices)
 
 
 class Heads(NamedTuple):
@@ -172,8 +177,9 @@ class _ExplicitAttention(torch.autograd.Function):
         k, v = keys.gather(k, v)
         capped = core.capped(q, _repeat(k, groups))
         kept = [capped.clone()] if core.scores.softcap else []
-        weights = core.weights(capped, documents, dealt)
-        ctx.save_for_backward(q, *(local if keys.again else (k, v)), *([] if core.recompute else kept or [weights]))
+        weights, *shares = core.weights(capped, documents, dealt)
+        again = local if keys.again else (k, v)
+        ctx.save_for_backward(q, *again, *([] if core.recompute else kept or (weights, *shares)))
         ctx.core, ctx.rows, ctx.documents, ctx.dealt, ctx.keys = core, rows, documents, dealt, keys
         return _matmul(core.dropout(weights, rows), _repeat(v, groups))
 
@@ -183,16 +189,15 @@ class _ExplicitAttention(torch.autograd.Function):
         q, k, v, *kept = ctx.saved_tensors
         k, v = (_repeat(x, ctx.groups) for x in (keys.gather(k, v) if keys.again else (k, v)))
         saved = kept[0] if kept else core.capped(q, k)
-        if softcap:
-            weights = core.weights(saved.clone(), ctx.documents, ctx.dealt)
-        else:
-            weights = saved if kept else core.weights(saved, ctx.documents, ctx.dealt)
+        if softcap or not kept:
+            kept = core.weights(saved.clone() if softcap else saved, ctx.documents, ctx.dealt)
+        weights, *shares = kept
         dropped = core.dropout(weights, ctx.rows)
         dtype = keys.grad_dtype(k)
         dv = _sum_groups(_matmul(dropped.transpose(-1, -2), dy, dtype), ctx.groups)
         ddropped = _matmul(dy, v.transpose(-1, -2))
         if core.sinks is not None:
-            core.sinks.add_grad_of(weights, dropped * ddropped)
+            core.sinks.add_grad(shares[0], (dropped * ddropped).sum(-1, dtype=shares[0].dtype))
         dscores = core.kernels.scores_grad(weights, dropped, ddropped, core.scores.factor(q.shape[-1]))
         if softcap:
             dscores = core.scores.uncap_grad_(dscores, saved)

@@ -167,7 +167,7 @@ class _PiecewiseAttention(torch.autograd.Function):
         keys, kernel = ctx.keys, _piece_kernel(q, ctx.scores)
         if ctx.sinks is not None:
             y, log_sums = results
-            ctx.sinks.add_grad(log_sums, (dy.to(log_sums.dtype) * y).sum(-1))
+            ctx.sinks.add_grad(ctx.sinks.shares(log_sums), (dy.to(log_sums.dtype) * y).sum(-1))
         dq = torch.empty_like(q, dtype=wide(q) if keys.merges or not kernel.joined else q.dtype)
 
         def gradients() -> Iterator[Pair]:

@@ -33,24 +33,26 @@ class Sinks(nn.Module):
         y.mul_(torch.sigmoid(log_sums - scores)[..., None])
         log_sums.copy_(torch.logaddexp(log_sums, scores))
 
-    def softmax(self, scores: torch.Tensor, starts: torch.Tensor | None, indices: torch.Tensor | None) -> torch.Tensor:
-        """Return the softmax of scores [b, n/tp, t, s] and sinks, without the sinks' share; see `causal_softmax`."""
+    def softmax(
+        self, scores: torch.Tensor, starts: torch.Tensor | None, indices: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the softmax of scores [b, n/tp, t, s] with the sinks, and their shares; see `causal_softmax`.
+
+        Shares are not 1 less the sum of the weights, whose rounding may be larger.
+        """
         exact = scores.masked_fill_(unseen(scores, starts, indices), -torch.inf).to(wide(scores))
         sums = exact.logsumexp(-1)
-        return (exact - torch.logaddexp(sums, self._like(sums))[..., None]).exp_().to(scores.dtype)
+        totals = torch.logaddexp(sums, self._like(sums))
+        return (exact - totals[..., None]).exp_().to(scores.dtype), self.shares(totals)
 
-    def add_grad(self, log_sums: torch.Tensor, means: torch.Tensor) -> None:
-        """Hand over the gradient: log-sum-exps with the sinks and dy y, both [b, n/tp, t]."""
-        self._hand_over((self._like(log_sums) - log_sums).exp_(), means)
+    def shares(self, log_sums: torch.Tensor) -> torch.Tensor:
+        """Return the sinks' shares of the softmax: log_sums [b, n/tp, t], with the sinks."""
+        return (self._like(log_sums) - log_sums).exp_()
 
-    def add_grad_of(self, weights: torch.Tensor, products: torch.Tensor) -> None:
-        """The same from weights [b, n/tp, t, s] and their products with their gradients, before any is dropped."""
-        exact = wide(weights)
-        self._hand_over(1 - weights.sum(-1, dtype=exact), products.sum(-1, dtype=exact))
+    def add_grad(self, shares: torch.Tensor, means: torch.Tensor) -> None:
+        """Hand over the gradient: shares and dy y, both [b, n/tp, t]."""
+        self.weight.add_grad(-(shares * means).sum((0, 2)))
 
     def _like(self, x: torch.Tensor) -> torch.Tensor:
         """Return the scores for x [b, n/tp, t]."""
         return self.weight.data.to(x.dtype)[:, None]
-
-    def _hand_over(self, shares: torch.Tensor, means: torch.Tensor) -> None:
-        self.weight.add_grad(-(shares * means).sum((0, 2)))
