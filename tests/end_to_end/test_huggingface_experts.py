@@ -199,7 +199,6 @@ def test_modules_that_a_folder_does_not_hold_are_refused(saved) -> None:
     """--mtp-num-layers: its family has no place for them, or its files have fewer."""
     folder = saved("qwen3_moe", True)
     model = replace(read_config(folder).model, mtp_num_layers=2)
-    with pytest.raises(
-        ValueError, match="--mtp-num-layers 2: --load .* holds 0 modules of multi-token prediction; give"
-    ):
+    words = r"--mtp-num-layers 2: --load .* holds 0 modules of multi-token prediction; give at most as many"
+    with pytest.raises(ValueError, match=words):
         open_weights(folder, model)
