@@ -16,7 +16,7 @@ LOGIT_CHUNK_BYTES = 1 << 20  # rows of logits computed together: they fit in a c
 TEMPORARY_BYTES = 1 << 28  # rows of logits that a GPU computes together in another tensor
 GELU_A = 2 * (2 / torch.pi) ** 0.5  # gelu(x) = x sigmoid(A x + B x^3), by tanh
 GELU_B = 0.044715 * GELU_A
-SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0  # of clamped SwiGLU
+SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0  # clamped SwiGLU
 
 
 def wide(x: torch.Tensor) -> torch.dtype:
@@ -72,7 +72,7 @@ def swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 def clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
-    """gpt-oss': gate sigmoid(1.702 gate) (value + 1), of gates of at most 7 and values between -7 and 7."""
+    """Return gate sigmoid(1.702 gate) (value + 1), as in gpt-oss. Gates are at most 7, values between -7 and 7."""
     gate, value = x.chunk(2, dim=-1)
     gate = gate.clamp(max=SWIGLU_LIMIT)
     return (gate * SWIGLU_SLOPE).sigmoid_().mul_(gate).mul_(value.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1))

@@ -119,7 +119,8 @@ LATENT_ATTENTION: Names = {
     "attention.query_up.weight": (HEADS, "self_attn.q_b_proj.weight"),
     "attention.kv_up.weight": (HEADS, "self_attn.kv_b_proj.weight"),
 }
-PREDICTIONS = same_forms(  # of modules of multi-token prediction, behind the last layer
+# Modules of multi-token prediction, behind the last layer
+PREDICTIONS = same_forms(
     mtp__token_norm__weight="enorm.weight",
     mtp__state_norm__weight="hnorm.weight",
     mtp__projection__weight="eh_proj.weight",
