@@ -117,7 +117,7 @@ class _Losses(torch.autograd.Function):
             leaf = x.detach().requires_grad_(ctx.needs_input_grad[0])
             found = depths.graph(leaf, batch)
         if seeded:
-            # not of x alone: lookups in the token table are on no path to it
+            # Not for x alone: lookups in the token table are on no path to it, and would get no gradient.
             gradient(found, None, torch.ones_like(found))
             if leaf.grad is not None:
                 ctx.save_for_backward(leaf.grad)

@@ -66,7 +66,8 @@ class Interpreter:
     Attributes:
         x, dx: the registers: micro-batch -> the activation and the gradient that its next operation reads.
         graphs: (layer, micro-batch) -> its autograd graph.
-        losses: micro-batch -> the loss of each of its samples, [b] fp64; on the last stage only.
+        losses: micro-batch -> the loss of each of its samples, [b] fp64; on the last stage only. With multi-token
+            prediction then those of each module, [(1 + D) b].
         queued: (layer, micro-batch) -> weight gradients that BackwardWeights will compute.
         pending: asynchronous operations in flight.
         current: the operation being executed, for reports of hangs and errors. None between steps.
@@ -234,7 +235,7 @@ class Interpreter:
             if layer.use is Use.HEAD and self.head is not None:
                 compute = self.head
             y = compute(x, self.micro_batches[i], True)
-        if y.dim() == 1:  # the head's losses, [b]; other layers return [T', h]
+        if y.dim() == 1:  # the head's losses; other layers return [T', h]
             self.losses[i] = y.detach()
         else:
             self.x[i] = y.detach()

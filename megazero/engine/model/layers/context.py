@@ -281,8 +281,8 @@ class MicroBatchInfo(NamedTuple):
 class Ahead(NamedTuple):
     """Inputs and targets of module k of multi-token prediction, for a micro-batch's tokens."""
 
-    ids: torch.Tensor  # [b, t] int64: the token k places behind each
-    labels: torch.Tensor  # [b, t] int64: the token behind that one
+    ids: torch.Tensor  # [b, t] int64: the k-th token after each
+    labels: torch.Tensor  # [b, t] int64: the token after that one
     loss_mask: torch.Tensor  # [b, t] fp32, 1 where the target counts
     seed: torch.Tensor | None = None  # as `DeviceBatch.seed`
 
