@@ -69,7 +69,7 @@ def prepared(name: str, folder: Path) -> IndexedDataset:
 def samples_of(data: IndexedDataset, length: int) -> list[Documents]:
     """Return the documents of every sample of an epoch, as a run with --reset-attention-mask has them."""
     dataset = GPTDataset(data, "1", "train", length, seed=1234)
-    return [starts(dataset[number][:-1]) for number in range(data.num_tokens // length)]
+    return [starts(dataset[number].ids[:-1]) for number in range(data.num_tokens // length)]
 
 
 def starts(ids: np.ndarray) -> Documents:

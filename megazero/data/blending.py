@@ -6,8 +6,7 @@ from fractions import Fraction
 from itertools import accumulate
 from math import lcm
 
-from megazero.data.indexed import Int64s
-from megazero.data.samples import Samples
+from megazero.data.samples import Sample, Samples
 
 
 class BlendedDataset:
@@ -63,7 +62,7 @@ class BlendedDataset:
             parts += [(first, middle, before), (middle, stop, share - before)]
         return counts
 
-    def __getitem__(self, index: int) -> Int64s:
+    def __getitem__(self, index: int) -> Sample:
         number, sample = self.locate(index)
         return self.datasets[number][sample]
 

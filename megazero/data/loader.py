@@ -7,6 +7,7 @@ every layout, with or without threads that read ahead.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import torch
 
 from megazero.data.blending import BlendedDataset
 from megazero.data.indexed import Int64s
-from megazero.data.samples import NO_TOKEN, Samples
+from megazero.data.samples import NO_TOKEN, Sample, Samples
 from megazero.engine.options.batch_sizes import PADDING, BatchSizes, micro_batches
 from megazero.engine.options.run_options import MAX_NAMED_CORPORA
 from megazero.engine.step.batch import MicroBatch
@@ -73,7 +74,7 @@ class Batches:
     ) -> None:
         self.assignment = Assignment(micro_batch_size, sizes, dp_rank, dp_size)
         self._dataset, self._masked, self._document_end = dataset, eod, document_end
-        self._padding = np.full(seq_length + 1, NO_TOKEN)
+        self._padding = Sample(np.full(seq_length + 1, NO_TOKEN))
         blend = dataset if isinstance(dataset, BlendedDataset) else None
         self._blend = blend if blend is not None and len(blend.datasets) <= MAX_NAMED_CORPORA else None
         self._num_workers = num_workers
@@ -108,10 +109,13 @@ class Batches:
 
     def _micro_batch(self, numbers: tuple[int, ...]) -> MicroBatch:
         # In numpy, because torch would start a second team of OpenMP threads for the thread that reads.
-        tokens = np.stack([self._padding if i == PADDING else self._dataset[i] for i in numbers])  # [b, s + 1]
-        end, blend = self._document_end, self._blend
-        starts = None if end is None else torch.from_numpy(document_starts(tokens[:, :-1], end))
+        samples = [self._padding if i == PADDING else self._dataset[i] for i in numbers]
+        tokens = np.stack([sample.ids for sample in samples])  # [b, s + 1]
+        starts, blend = self._document_starts(samples), self._blend
         loss_mask = (tokens[:, 1:] != NO_TOKEN).astype(np.float32)
+        for row, sample in zip(loss_mask, samples, strict=True):
+            if sample.counts is not None:
+                row *= sample.counts
         if self._masked is not None:
             loss_mask[tokens[:, :-1] == self._masked] = 0.0
         tokens.clip(min=0, out=tokens)  # any id does where none counts
@@ -120,6 +124,21 @@ class Batches:
         return MicroBatch(
             ids=ids, labels=labels, loss_mask=counts, samples=numbers, document_starts=starts, corpora=corpora
         )
+
+    def _document_starts(self, samples: Sequence[Sample]) -> torch.Tensor | None:
+        """Return the place at which each input's document begins, [b, s] int64; None if no flag needs it."""
+        end = self._document_end
+        if end is None and all(sample.starts is None for sample in samples):
+            return None
+        rows = [
+            sample.starts
+            if sample.starts is not None
+            else document_starts(sample.ids[:-1], end)
+            if end is not None
+            else np.zeros(sample.ids.size - 1, np.int64)  # a sample of padding
+            for sample in samples
+        ]
+        return torch.from_numpy(np.stack(rows))
 
 
 def document_starts(ids: Int64s, end: int) -> Int64s:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from megazero.data.indexed import Int64s
-from megazero.data.samples import SPLITS
+from megazero.data.samples import SPLITS, Sample
 
 
 class MockSamples:
     """Endless samples of --mock-data: token p of a split's stream is a hash of (seed, split, p), below `vocab_size`.
 
-    `samples[i]` is int64 [s + 1], tokens [i s, i s + s] of the stream, for any i >= 0. There is nothing to learn: the
+    `samples[i]` is tokens [i s, i s + s] of the stream, for any i >= 0. There is nothing to learn: the
     loss goes to ln(vocab_size).
     """
 
@@ -20,11 +19,11 @@ class MockSamples:
         self.seq_length, self.vocab_size = seq_length, vocab_size
         self._key = _mixed(np.array([seed % 2**64], np.uint64) + np.uint64(SPLITS.index(split_name)))
 
-    def __getitem__(self, index: int) -> Int64s:
+    def __getitem__(self, index: int) -> Sample:
         assert index >= 0, index
         first = index * self.seq_length
         places = np.arange(first, first + self.seq_length + 1, dtype=np.uint64)
-        return (_mixed(places ^ self._key) % np.uint64(self.vocab_size)).astype(np.int64)
+        return Sample((_mixed(places ^ self._key) % np.uint64(self.vocab_size)).astype(np.int64))
 
 
 def _mixed(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:

@@ -13,9 +13,10 @@ import functools
 import os
 import threading
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from megazero.data.epochs import EpochKey, EpochTable, load_table
 from megazero.data.indexed import IndexedDataset, Int64s, Tokens
@@ -25,10 +26,18 @@ KEPT_EPOCHS = 3  # epochs whose tables stay in memory: the current one, the next
 NO_TOKEN = -1  # the id of padding, as an input or a target: it counts in no loss
 
 
-class Samples(Protocol):
-    """Anything with samples numbered from 0 without end: `samples[i]` is int64 [s + 1]. Several threads may read it."""
+class Sample(NamedTuple):
+    """s + 1 tokens: the first s are inputs, the last s targets."""
 
-    def __getitem__(self, index: int) -> Int64s: ...
+    ids: Int64s  # [s + 1]; `NO_TOKEN` for padding
+    counts: npt.NDArray[np.bool_] | None = None  # [s]: whether each target counts; None: each that is no padding
+    starts: Int64s | None = None  # [s]: index at which each input's document begins; None: it is not known here
+
+
+class Samples(Protocol):
+    """Anything with samples numbered from 0 without end. Several threads may read it."""
+
+    def __getitem__(self, index: int) -> Sample: ...
 
 
 def split_ranges(split: str, num_documents: int) -> dict[str, tuple[int, int]]:
@@ -96,7 +105,7 @@ class TokenRange:
 
 
 class GPTDataset:
-    """The endless samples of one split of one corpus: `dataset[i]` is int64 [s + 1] for any i >= 0.
+    """The endless samples of one split of one corpus: `dataset[i]` for any i >= 0.
 
     An empty or too short split raises at `check()` and at the first sample, not before, because a run may never read
     it. Ids outside `vocab_size` (None: not checked) raise at the sample that holds them.
@@ -152,8 +161,8 @@ class GPTDataset:
                 f"sequence or a larger weight in --split, {larger}"
             )
 
-    def __getitem__(self, index: int) -> Int64s:
-        """Return sample `index`, int64 [s + 1]; index >= 0, without upper limit."""
+    def __getitem__(self, index: int) -> Sample:
+        """Return sample `index`; index >= 0, without upper limit."""
         assert index >= 0, index
         self.check()
         epoch = index * self.seq_length // self.num_tokens
@@ -161,17 +170,17 @@ class GPTDataset:
         in_stream = first + int(self._table(epoch).shuffle[index - first])
         return self._checked(index, in_stream)
 
-    def in_order(self, number: int) -> Int64s:
-        """Return sample `number` of the stream, int64 [s + 1], in the order before the shuffle."""
+    def in_order(self, number: int) -> Sample:
+        """Return sample `number` of the stream, in the order before the shuffle."""
         self.check()
         return self._checked(number, number)
 
-    def _checked(self, index: int, in_stream: int) -> Int64s:
+    def _checked(self, index: int, in_stream: int) -> Sample:
         ids = self._stream(in_stream * self.seq_length, self.seq_length + 1)
         if self.vocab_size is not None:
             where = f"sample {index} of {self.split_name}"
             require_vocabulary(self.data.prefix, ids, self.vocab_size, where)
-        return ids
+        return Sample(ids)
 
     def _table(self, epoch: int) -> EpochTable:
         with self._tables_lock:  # a thread that needs a table waits for the one that computes it
@@ -219,14 +228,14 @@ class WholeSplit:
     def __len__(self) -> int:
         return max(0, -(-(int(self.dataset.num_tokens) - 1) // self.dataset.seq_length))
 
-    def __getitem__(self, index: int) -> Int64s:
-        """int64 [s + 1]; index >= 0, without upper limit."""
+    def __getitem__(self, index: int) -> Sample:
+        """Return sample `index`; index >= 0, without upper limit."""
         length = self.dataset.seq_length
         if index >= len(self):
-            return np.full(length + 1, NO_TOKEN)
-        ids = self.dataset.in_order(index)
-        ids[max(0, self.dataset.num_tokens - index * length) :] = NO_TOKEN
-        return ids
+            return Sample(np.full(length + 1, NO_TOKEN))
+        found = self.dataset.in_order(index)
+        found.ids[max(0, self.dataset.num_tokens - index * length) :] = NO_TOKEN
+        return found
 
 
 def require_vocabulary(prefix: str, ids: Tokens, vocab_size: int, where: str) -> None:

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from megazero.data.corpora import Datasets
-from megazero.data.indexed import Int64s
 from megazero.data.mock import MockSamples
+from megazero.data.samples import Sample
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.options.batch_sizes import micro_batches
 from megazero.engine.options.schema import CheckpointConfig, Config
@@ -112,9 +112,9 @@ class MadeUpDocuments:
     def __init__(self, samples: MockSamples) -> None:
         self.samples, self.seq_length = samples, samples.seq_length
 
-    def __getitem__(self, index: int) -> Int64s:
-        tokens = self.samples[index]
-        return np.where(tokens < max(1, self.samples.vocab_size // ENDS), END, tokens)
+    def __getitem__(self, index: int) -> Sample:
+        tokens = self.samples[index].ids
+        return Sample(np.where(tokens < max(1, self.samples.vocab_size // ENDS), END, tokens))
 
 
 class StepRecorder:

@@ -76,7 +76,7 @@ def loss_of_theirs(folder: Path, corpus: Path, first: int = 0) -> float:
     config = parse(flags, find_model)
     data, seed = config.data, config.training.seed
     datasets = open_datasets(data.data_path, data.split, LENGTH, seed, WORDS)
-    ids = torch.stack([torch.as_tensor(datasets.train[first + i]) for i in range(BATCH)])
+    ids = torch.stack([torch.as_tensor(datasets.train[first + i].ids) for i in range(BATCH)])
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(ids[:, :-1]).logits

@@ -51,7 +51,7 @@ FACTORS: Factors = {
     "host": (False, True),
     "md": (False, True),
     "sp": (False, True),
-    "loss_chunk": (0, 7, 1),  # tokens whose logits exist together; the last chunk is shorter, or has no target
+    "loss_chunk": (0, 7, 3),  # tokens whose logits exist together; the last chunk is shorter, or has no target
     "compile": (False, True),
     "dropout": (False, True),
     "untied": (False, True),

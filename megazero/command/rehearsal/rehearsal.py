@@ -22,7 +22,7 @@ import torch
 from megazero.command.rehearsal.allocated import Allocated
 from megazero.command.rehearsal.rehearsed_save import PlannedSave, plan_save
 from megazero.data.corpora import Datasets
-from megazero.data.samples import Samples
+from megazero.data.samples import Sample, Samples
 from megazero.engine.mesh.pretend import PretendMesh, pretend_mesh
 from megazero.engine.options.schema import (
     CheckpointConfig,
@@ -130,9 +130,8 @@ class _Zeros:
     def __init__(self, seq_length: int) -> None:
         self.seq_length = seq_length
 
-    def __getitem__(self, index: int) -> Any:
-        """int64 [s + 1]"""
-        return np.zeros(self.seq_length + 1, dtype=np.int64)
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(np.zeros(self.seq_length + 1, dtype=np.int64))
 
 
 def rehearsed(config: Config, device: RehearsalDevice) -> Config:

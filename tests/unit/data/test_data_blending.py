@@ -103,7 +103,7 @@ def test_open_datasets_blends(tmp_path: Path) -> None:
     low = str(write_corpus(tmp_path / "low", numbered_documents(50)))
     high = str(write_corpus(tmp_path / "high", [[9000 + t for t in d] for d in numbered_documents(50)]))
     train = open_datasets(("3", low, "1", high), "9,1", 4, 1, None).train
-    served = [train[i] for i in range(400)]
+    served = [train[i].ids for i in range(400)]
     assert sum(ids[0] < 9000 for ids in served) == 300
     # Without weights, corpora are weighted by their tokens, equally in all splits.
     small = str(write_corpus(tmp_path / "small", [[8000] * 10] * 10))
@@ -113,10 +113,10 @@ def test_open_datasets_blends(tmp_path: Path) -> None:
     assert blend.train.counts(total + 100) == [total, 100]
     assert blend.train_tokens == sum(part.num_tokens for part in blend.train.datasets)
     for one, other in ((blend.train, weighted.train), (blend.validation, weighted.validation)):
-        assert all((one[i] == other[i]).all() for i in range(200))
+        assert all((one[i].ids == other[i].ids).all() for i in range(200))
     write_corpus(tmp_path / "empty", [[], []])
     with pytest.raises(ValueError, match=r"--data-path .*empty holds no token; leave it out"):
         open_datasets((low, str(tmp_path / "empty")), "9,1", 4, 1, None)
     alone = GPTDataset(low, "9,1", "train", 4, 1)
     own = [ids.tolist() for ids in served if ids[0] < 9000]
-    assert own == [alone[i].tolist() for i in range(300)]
+    assert own == [alone[i].ids.tolist() for i in range(300)]

@@ -138,7 +138,7 @@ def test_a_description_without_tokenizer_is_fine(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "c", [[1, 2, 3, 4, 5, 6, 7, 8]])
     Path(f"{prefix}.json").write_text('{"num_tokens": 8, "max_id": 8}')
     datasets = open_datasets((str(prefix),), "1", 4, 1, 300)
-    assert len(datasets.train[0]) == 5  # a sample and its last target
+    assert len(datasets.train[0].ids) == 5  # a sample and its last target
 
 
 def test_every_flipped_byte_is_found_at_start(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def table_path(tmp_path: Path, prefix: Path) -> Path:
 
 def nine(prefix: Path) -> list[list[int]]:
     dataset = GPTDataset(prefix, "1", "train", 6, seed=3)
-    return [dataset[i].tolist() for i in range(9)]
+    return [dataset[i].ids.tolist() for i in range(9)]
 
 
 @for_each("kind", [*ODD, "text", "cut", "longer"])
@@ -407,4 +407,4 @@ def test_a_corpus_made_anew_has_another_fingerprint_though_sizes_agree(tmp_path:
 def test_open_datasets_reads_described_corpora(tmp_path: Path) -> None:
     prefix = str(write_described(tmp_path / "c"))
     assert read_about(IndexedDataset(prefix))["tokenizer"] == "byte"
-    assert open_datasets((prefix,), "1", 4, 1, None).train[0].shape == (5,)
+    assert open_datasets((prefix,), "1", 4, 1, None).train[0].ids.shape == (5,)

@@ -16,7 +16,7 @@ import torch
 from megazero.data.blending import BlendedDataset
 from megazero.data.corpora import Datasets
 from megazero.data.loader import PREFETCHED_STEPS, Assignment, Batches
-from megazero.data.samples import GPTDataset, WholeSplit
+from megazero.data.samples import GPTDataset, Sample, WholeSplit
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.options.batch_sizes import PADDING, BatchSizes, micro_batches
@@ -75,7 +75,7 @@ class Counted:
     def __init__(self, samples: GPTDataset) -> None:
         self.samples, self.read = samples, list[int]()
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> Sample:
         self.read.append(index)
         return self.samples[index]
 
@@ -160,8 +160,8 @@ def test_micro_batches_hold_the_samples_they_name(dataset: GPTDataset) -> None:
     assert [micro.samples for micro in batch] == [(26, 27), (30, 31), (34, 35)]
     for micro in batch:
         for j, index in enumerate(micro.samples):
-            assert micro.ids[j].tolist() == dataset[index][:-1].tolist()
-            assert micro.labels[j].tolist() == dataset[index][1:].tolist()
+            assert micro.ids[j].tolist() == dataset[index].ids[:-1].tolist()
+            assert micro.labels[j].tolist() == dataset[index].ids[1:].tolist()
         assert micro.ids.dtype == micro.labels.dtype == torch.int64
         assert micro.loss_mask.dtype == torch.float32 and micro.loss_mask.shape == micro.ids.shape == (2, 8)
         assert micro.ids.is_contiguous() and micro.labels.is_contiguous()
@@ -229,7 +229,7 @@ def test_errors_come_through(tmp_path: Path, num_workers: int) -> None:
     """At the step that holds the bad token, although it was read ahead."""
     prefix = write_corpus(tmp_path / "c", [[1, 2, 3, 4, 5, 300, 7, 8, 9, 10]])
     dataset = GPTDataset(prefix, "1", "train", 3, seed=1, vocab_size=256)
-    (bad,) = [i for i in range(4) if 300 in GPTDataset(prefix, "1", "train", 3, seed=1)[i]]
+    (bad,) = [i for i in range(4) if 300 in GPTDataset(prefix, "1", "train", 3, seed=1)[i].ids]
     assert bad > 0  # so that the workers have started
     batches = loader(dataset, 1, 1, num_workers=num_workers)
     for _ in range(2):  # the second time too, not the step after it
@@ -249,11 +249,11 @@ class Gate:
         self.free, self.asked, self.gate = free, list[int](), threading.Event()
         self.threads = set[str]()
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> Sample:
         self.asked.append(index)
         self.threads.add(threading.current_thread().name)
         assert index < self.free or self.gate.wait(60)
-        return np.full(3, index)
+        return Sample(np.full(3, index))
 
 
 def eventually(true: Any) -> None:
@@ -321,10 +321,10 @@ class WhoReads:
     def __init__(self, count: int) -> None:
         self.together, self.count = threading.Barrier(count), count
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> Sample:
         if index < self.count:
             self.together.wait(60)
-        return np.full(3, threading.get_ident())
+        return Sample(np.full(3, threading.get_ident()))
 
 
 def readers(batches: Batches) -> set[int]:

@@ -32,7 +32,7 @@ def own_temporary_directory(tmp_path: Path, monkeypatch) -> None:
 
 def stream_of(dataset: GPTDataset, num_samples: int) -> list[int]:
     """The stream, put together again from shuffled samples by the token that neighbours share."""
-    parts = [dataset[i].tolist() for i in range(num_samples)]
+    parts = [dataset[i].ids.tolist() for i in range(num_samples)]
     position = {index: k for k, index in enumerate(stream_numbers(dataset, num_samples))}
     ordered = [parts[position[k]] for k in range(num_samples)]
     for left, right in pairwise(ordered):
@@ -97,20 +97,20 @@ def test_order_is_a_function_of_corpus_split_length_and_seed(tmp_path: Path) -> 
     """The very numbers: a change here changes every run that is resumed."""
     documents = [list(range(10 * k, 10 * k + 3 + k % 5)) for k in range(30)]
     dataset = GPTDataset(write_corpus(tmp_path / "c", documents), "9,1", "train", 4, seed=1234)
-    assert [dataset[i].tolist() for i in (0, 1, 100)] == GOLDEN
+    assert [dataset[i].ids.tolist() for i in (0, 1, 100)] == GOLDEN
 
 
 def test_order_depends_on_neither_access_nor_path_nor_cache(tmp_path: Path) -> None:
     documents = numbered_documents(40)
     prefix = write_corpus(tmp_path / "c", documents)
-    expected = [GPTDataset(prefix, "8,2", "train", 6, seed=3)[i].tolist() for i in range(120)]
+    expected = [GPTDataset(prefix, "8,2", "train", 6, seed=3)[i].ids.tolist() for i in range(120)]
     (tmp_path / "elsewhere").mkdir()
     moved = write_corpus(tmp_path / "elsewhere" / "d", documents)
     backwards = GPTDataset(moved, "8,2", "train", 6, seed=3)  # without a cache
-    assert [backwards[i].tolist() for i in reversed(range(120))] == expected[::-1]
+    assert [backwards[i].ids.tolist() for i in reversed(range(120))] == expected[::-1]
     cached = GPTDataset(prefix, "80,20,0", "train", 6, seed=3)
     jumps = np.random.default_rng(0).permutation(120).tolist()
-    assert [cached[i].tolist() for i in jumps] == [expected[i] for i in jumps]
+    assert [cached[i].ids.tolist() for i in jumps] == [expected[i] for i in jumps]
 
 
 @for_each("change", ["seed", "split", "corpus", "name"])
@@ -138,7 +138,7 @@ def cache_files(tmp_path: Path) -> list[Path]:
 @for_each("damage", ["truncated", "empty", "pickle", "other"])
 def test_damaged_cache_is_computed_again(tmp_path: Path, damage: str) -> None:
     prefix = write_corpus(tmp_path / "c", numbered_documents(40))
-    expected = [GPTDataset(prefix, ALL, "train", 6, seed=3)[i].tolist() for i in range(20)]
+    expected = [GPTDataset(prefix, ALL, "train", 6, seed=3)[i].ids.tolist() for i in range(20)]
     (path,) = cache_files(tmp_path)
     good = path.read_bytes()
     if damage == "truncated":
@@ -149,7 +149,7 @@ def test_damaged_cache_is_computed_again(tmp_path: Path, damage: str) -> None:
         np.save(path, np.array([{}], dtype=object), allow_pickle=True)
     else:
         np.save(path, np.zeros(3))
-    assert [GPTDataset(prefix, ALL, "train", 6, seed=3)[i].tolist() for i in range(20)] == expected
+    assert [GPTDataset(prefix, ALL, "train", 6, seed=3)[i].ids.tolist() for i in range(20)] == expected
     assert cache_files(tmp_path) == [path] and path.read_bytes() == good
 
 
@@ -180,7 +180,7 @@ def test_a_table_of_a_corpus_that_differs_in_the_middle_alone_is_not_used(
             later = time.time_ns() + turns.index(turn) * 10**9  # file systems count time in steps
             os.utime(f"{prefix}.idx", ns=(later, later))
             dataset = GPTDataset(prefix, ALL, "train", 4, seed=3, split_by=split_by)
-            kept.append([dataset[i].tolist() for i in range(9)])
+            kept.append([dataset[i].ids.tolist() for i in range(9)])
         names.append(dataset._key.name(0))
     assert names[0] == names[1] and made == expected and made[0] != made[1]
 
@@ -195,10 +195,10 @@ def test_a_table_that_ends_before_its_epoch_is_an_error_not_a_hang(tmp_path: Pat
 
 def test_cache_is_used(tmp_path: Path, monkeypatch) -> None:
     prefix = write_corpus(tmp_path / "c", numbered_documents(40))
-    expected = GPTDataset(prefix, ALL, "train", 6, seed=3)[0].tolist()
+    expected = GPTDataset(prefix, ALL, "train", 6, seed=3)[0].ids.tolist()
     monkeypatch.setattr(epochs, "build_table", None)
     table = GPTDataset(prefix, ALL, "train", 6, seed=3)._table(0)
-    assert GPTDataset(prefix, ALL, "train", 6, seed=3)[0].tolist() == expected
+    assert GPTDataset(prefix, ALL, "train", 6, seed=3)[0].ids.tolist() == expected
     base = table.order
     while base.base is not None and not isinstance(base, np.memmap):
         base = base.base
@@ -213,7 +213,7 @@ def test_unwritable_cache(tmp_path: Path, second: bool) -> None:
         (tmp_path / "system").write_text("in the way")
     dataset = GPTDataset(prefix, ALL, "train", 6, seed=3)
     moved = GPTDataset(write_corpus(tmp_path / "d", numbered_documents(40)), ALL, "train", 6, seed=3)
-    assert [dataset[i].tolist() for i in range(50)] == [moved[i].tolist() for i in range(50)]
+    assert [dataset[i].ids.tolist() for i in range(50)] == [moved[i].ids.tolist() for i in range(50)]
     if second:
         assert len(list((tmp_path / "system").rglob("*.npy"))) > 0
 
@@ -225,7 +225,7 @@ def test_no_temporary_files_stay_in_the_cache(tmp_path: Path, monkeypatch) -> No
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
-    assert GPTDataset(prefix, ALL, "train", 6, seed=3)[0].size == 7
+    assert GPTDataset(prefix, ALL, "train", 6, seed=3)[0].ids.size == 7
     assert cache_files(tmp_path) == []
 
 
@@ -257,7 +257,7 @@ def test_splits_hold_their_own_documents(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "c", numbered_documents(100))
     data = open_datasets((str(prefix),), "60,30,10", 4, 1, None)
     seen = [
-        set(np.concatenate([part[i] for i in range(part.num_tokens // 4)]).tolist())
+        set(np.concatenate([part[i].ids for i in range(part.num_tokens // 4)]).tolist())
         for part in (data.train, data.validation, data.test)
     ]
     assert not seen[0] & seen[1] and not seen[1] & seen[2] and not seen[0] & seen[2]
@@ -267,7 +267,7 @@ def test_splits_hold_their_own_documents(tmp_path: Path) -> None:
 def tokens_of(part: GPTDataset) -> list[int]:
     """All tokens of a split, sorted, from as many samples as one epoch of the stream has."""
     whole = WholeSplit(part)
-    return sorted(t for i in range(len(whole)) for t in whole[i][i > 0 :].tolist() if t != NO_TOKEN)
+    return sorted(t for i in range(len(whole)) for t in whole[i].ids[i > 0 :].tolist() if t != NO_TOKEN)
 
 
 def test_an_evaluation_that_repeats_samples_is_noted(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_few_documents_are_split_by_tokens(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train split .* such as --split 1$"):
         open_datasets((one,), "1,999,0", 8, 1, None)
     again = open_datasets((one,), "969,30,1", 8, 1, None).train
-    assert [again[i].tolist() for i in range(300)] == [data.train[i].tolist() for i in range(300)]
+    assert [again[i].ids.tolist() for i in range(300)] == [data.train[i].ids.tolist() for i in range(300)]
 
     # Empty documents, and borders inside, at and between documents.
     documents = [[], [0, 1, 2, 3], [], [4], [5, 6, 7, 8, 9, 10, 11], [], [12, 13, 14, 15], []]
@@ -337,7 +337,7 @@ def test_which_corpora_are_split_by_tokens(split: str, count: int, by_tokens: bo
 
 def test_short_or_empty_split_raises_when_used(tmp_path: Path) -> None:
     prefix = str(write_corpus(tmp_path / "c", [[1, 2, 3], [4, 5]]))
-    assert GPTDataset(prefix, ALL, "train", 4, seed=1)[0].size == 5
+    assert GPTDataset(prefix, ALL, "train", 4, seed=1)[0].ids.size == 5
     short = GPTDataset(prefix, ALL, "train", 5, seed=1)
     words = r"--data-path .*train split.*5 tokens in 2 of 2 documents.*--seq-length 5"
     for act in (short.check, lambda: short[0], lambda: open_datasets((prefix,), ALL, 5, 1, None)):
@@ -384,7 +384,7 @@ def test_validate_names_the_second_corpus(tmp_path: Path) -> None:
 
 def test_far_epochs_are_reached_at_once(tmp_path: Path) -> None:
     dataset = GPTDataset(write_corpus(tmp_path / "c", numbered_documents(10)), ALL, "train", 4, seed=1)
-    assert dataset[10**15].shape == (5,) and dataset[0].dtype == np.int64
+    assert dataset[10**15].ids.shape == (5,) and dataset[0].ids.dtype == np.int64
 
 
 def test_few_tables_are_kept(tmp_path: Path) -> None:
@@ -413,12 +413,12 @@ def test_threads_share_a_dataset(cached: int, impatient: None, tmp_path: Path, m
     monkeypatch.setattr(indexed, "RESIDENT_BYTES", 0)
     prefix = write_corpus(tmp_path / "c", numbered_documents(20))
     alone, shared = (GPTDataset(prefix, ALL, "train", 4, seed=1) for _ in range(2))
-    expected = {i: alone[i].tolist() for i in range(300)}
-    whole = [alone.in_order(i).tolist() for i in range(300)]
+    expected = {i: alone[i].ids.tolist() for i in range(300)}
+    whole = [alone.in_order(i).ids.tolist() for i in range(300)]
     orders = [np.random.default_rng(k).permutation(300).tolist() for k in range(3)] + [list(range(300))] * 2
     with ThreadPoolExecutor(6) as pool:
-        read = [pool.submit(lambda order=order: {i: shared[i].tolist() for i in order}) for order in orders]
-        evaluated = pool.submit(lambda: [shared.in_order(i).tolist() for i in range(300)])
+        read = [pool.submit(lambda order=order: {i: shared[i].ids.tolist() for i in order}) for order in orders]
+        evaluated = pool.submit(lambda: [shared.in_order(i).ids.tolist() for i in range(300)])
         while not all(each.done() for each in (*read, evaluated)):
             indexed._open.cache_clear()
     assert all(each.result() == expected for each in read) and evaluated.result() == whole
@@ -435,8 +435,8 @@ def test_one_thread_computes_a_table_and_the_others_wait(tmp_path: Path, monkeyp
     monkeypatch.setattr(samples, "load_table", slow)
     dataset = GPTDataset(write_corpus(tmp_path / "c", numbered_documents(10)), ALL, "train", 4, seed=1)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: dataset[0].tolist(), range(8)))
-    assert found == [dataset[0].tolist()] * 8 and sorted(calls) == sorted(set(calls))
+        found = list(pool.map(lambda _: dataset[0].ids.tolist(), range(8)))
+    assert found == [dataset[0].ids.tolist()] * 8 and sorted(calls) == sorted(set(calls))
 
 
 def test_fingerprint_sees_both_ends(tmp_path: Path, monkeypatch) -> None:

@@ -51,7 +51,7 @@ def read_at_once(prefix: Path, built: Any, asked: Any, count: int, results: Any)
     epochs._cache_folders, epochs.build_table = asking, building
     epochs.tempfile, epochs.CACHED_BYTES = SimpleNamespace(gettempdir=lambda: str(prefix.parent / "system")), 0
     dataset = GPTDataset(prefix, "1", "train", 6, seed=3)
-    results.put([dataset[i].tolist() for i in range(9)])
+    results.put([dataset[i].ids.tolist() for i in range(9)])
 
 
 def at_once(prefix: Path, count: int) -> tuple[int, list[Any]]:
@@ -113,13 +113,13 @@ def test_permutations_are_a_stable_sort_of_the_raw_stream(shift: int) -> None:
 
 def test_small_tables_are_not_cached(tmp_path: Path, monkeypatch) -> None:
     prefix = write_corpus(tmp_path / "c", numbered_documents(60))
-    expected = GPTDataset(prefix, "1", "train", 6, seed=3)[0].tolist()
+    expected = GPTDataset(prefix, "1", "train", 6, seed=3)[0].ids.tolist()
     (path,) = (tmp_path / "c_index_cache").glob("*.npy")
     size = path.stat().st_size - 128  # of the header
     for limit, cached in ((size - 1, True), (size, False)):
         path.unlink(missing_ok=True)
         monkeypatch.setattr(epochs, "CACHED_BYTES", limit)
-        assert GPTDataset(prefix, "1", "train", 6, seed=3)[0].tolist() == expected
+        assert GPTDataset(prefix, "1", "train", 6, seed=3)[0].ids.tolist() == expected
         assert path.exists() == cached
 
 
