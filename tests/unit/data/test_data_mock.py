@@ -11,7 +11,7 @@ SIZE, VOCABULARY = 64, 1000
 def test_samples_are_a_function_of_seed_split_and_place() -> None:
     data, again, other = (mock_datasets(SIZE, seed, VOCABULARY) for seed in (7, 7, -8))
     for index in (0, 5, 2**40):
-        ids = data.train[index].ids
+        ids, following = data.train[index].ids, data.train[index + 1].ids
         assert ids.dtype == np.int64 and ids.shape == (SIZE + 1,) and 0 <= ids.min() and ids.max() < VOCABULARY
         assert (ids == again.train[index].ids).all() and ids[-1] == data.train[index + 1].ids[
             0
