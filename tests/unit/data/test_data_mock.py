@@ -13,9 +13,7 @@ def test_samples_are_a_function_of_seed_split_and_place() -> None:
     for index in (0, 5, 2**40):
         ids, following = data.train[index].ids, data.train[index + 1].ids
         assert ids.dtype == np.int64 and ids.shape == (SIZE + 1,) and 0 <= ids.min() and ids.max() < VOCABULARY
-        assert (ids == again.train[index].ids).all() and ids[-1] == data.train[index + 1].ids[
-            0
-        ]  # neighbours share a token
+        assert (ids == again.train[index].ids).all() and ids[-1] == following[0]  # neighbours share a token
         for differs in (
             other.train[index].ids,
             data.validation[index].ids,
