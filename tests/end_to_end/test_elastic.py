@@ -161,6 +161,7 @@ def test_a_newcomer_that_gives_up_does_not_end_the_run(tmp_path):
         run.generation(1, "a", "c")
 
 
+@pytest.mark.second
 def test_a_lost_store_ends_the_run(tmp_path):
     with counting(tmp_path, "2:2", 10**6) as run:
         run.start("a", "b")

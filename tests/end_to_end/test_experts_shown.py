@@ -18,6 +18,7 @@ SIZES += ["--global-batch-size", SAMPLES, "--train-iters", 3, "--eval-interval",
 SIZES += ["--num-experts", EXPERTS, "--moe-router-topk", TOP, "--moe-layer-freq", "EDE", "--init-method-std", 0.3]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("factor", "absent", "capacity"), [("aux", "z", 0), ("z", "aux", 0.9)])
 def test_the_fields_are_those_of_the_global_batch(factor: str, absent: str, capacity: float, tmp_path: Path) -> None:
     given = f"--moe-{factor}-loss-coeff", 0.01, "--moe-expert-capacity-factor", capacity

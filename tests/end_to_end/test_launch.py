@@ -50,6 +50,7 @@ def test_ranks_meet_and_log_under_the_log_dir(tmp_path):
     assert done.stderr == ""  # torchrun prints nothing
 
 
+@pytest.mark.second
 def test_the_last_words_are_those_of_the_rank_that_failed_first(tmp_path):
     """Its exit code is the launcher's. Without a message left for torchrun, the end of its stderr."""
     failing = ("--fail-rank", "1", "--fail-code", "7", "--gate", "gate")
@@ -98,6 +99,7 @@ def test_on_a_terminal_rank_0_has_it(tmp_path):
     assert [(r["rank"], r["tty"]) for r in reports(tmp_path / "runs" / "ranks")] == [(1, False)]
 
 
+@pytest.mark.second
 def test_term_reaches_the_ranks(tmp_path):
     """An empty --log-dir keeps their logs here."""
     process = subprocess.Popen(

@@ -46,6 +46,7 @@ def test_any_number_of_ranks_trains_the_same_curve(ranks: int, given: Path, tmp_
         assert str(values[flag]).lower() == (value or "true")
 
 
+@pytest.mark.second
 def test_the_config_of_a_run_is_its_layout(tmp_path: Path) -> None:
     """It trains without a choice, and with --layout auto on other ranks another is chosen."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))

@@ -185,6 +185,7 @@ def test_an_fp64_run_is_fp64_on_disk_and_resumes_to_the_bit(model, tmp_path: Pat
     assert done.returncode == 0 and done.stdout.startswith("the"), done.stderr
 
 
+@pytest.mark.second
 def test_tensorboard_and_wandb(model, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -337,6 +338,7 @@ def test_resuming_otherwise_is_said(model, tmp_path: Path) -> None:
     assert "To continue as before, add: --adam-beta2 0.9\n" in done.stderr
 
 
+@pytest.mark.second
 def test_a_full_disk_costs_no_run_if_space_is_freed(
     model, refusal, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

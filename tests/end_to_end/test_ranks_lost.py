@@ -356,6 +356,7 @@ def test_another_corpus_under_the_same_name_is_refused(
         assert "the content of --data-path's corpus 1 is" in rank.end()
 
 
+@pytest.mark.second
 def test_a_hang_says_who_is_where_and_ends_the_run(model: list[Any], start: Start) -> None:
     """Rank 1 computes for ever, and rank 0 waits for it: both know it before a collective's time-out does."""
     flags = [*model, "--train-iters", 9, "--hang-timeout", 0.1]

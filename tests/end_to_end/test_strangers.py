@@ -85,6 +85,7 @@ def one_machine(folder: Path) -> Iterator[WarmProgram]:
         run.wait()
 
 
+@pytest.mark.second
 def test_a_run_of_one_machine_unpickles_nothing(tmp_path):
     """Its ranks' id in the environment, which is that of the old agreement, names no key that is read."""
     with one_machine(tmp_path) as run:

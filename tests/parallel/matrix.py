@@ -514,13 +514,14 @@ def with_experts() -> Covers:
 
 @cache
 def on_gpu() -> Covers:
-    """The matrix on the pretended GPU, on up to four ranks."""
+    """The matrix on the pretended GPU, on up to four ranks. Every level of every factor is in the second ring."""
     matrix = Matrix(ON_GPU)
     plain = {name: levels[0] for name, levels in ON_GPU.items()}
     alone = [plain, plain | {"precision": "bf16", "recompute": "full", "host": True, "micro_batches": 3}]
     for choice in alone:
         matrix.meet(choice)
-    return Covers.split(alone, [*matrix.cover(max_world=2), *matrix.cover(max_world=4)], second=4)
+    rings = Covers.split([], [*matrix.cover(max_world=2), *matrix.cover(max_world=4)], second=4)
+    return Covers(alone, rings.default + rings.second, rings.slow)
 
 
 def products() -> list[Choice]:

@@ -125,6 +125,7 @@ def name(part: object) -> str:
     return "greedy" if part == GREEDY else "drawn" if part == DRAWN else str(part)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("layout", "model", "sampling"), CASES, ids=name)
 def test_every_rank_has_the_logits_of_one(
     layout: Layout, model: ModelConfig, sampling: Sampling, tmp_path: Path, ranks: Callable[[int], Ranks]

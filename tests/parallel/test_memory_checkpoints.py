@@ -217,6 +217,7 @@ def test_neighbours_that_are_lost_at_once_cost_the_steps_since_the_disk(runs: Ru
     assert not list(runs.folder("a").glob("iter_*2"))  # another attempt's
 
 
+@pytest.mark.second
 def test_a_lost_node_is_replaced_by_an_empty_one(runs: Runs) -> None:
     """Ranks of the new node ask others for their part."""
     wanted = runs.whole("dp4 zero3 in twos", 5, "fp32")

@@ -198,6 +198,7 @@ def train_with_masters(rank: int, case: Case, away: bool) -> tuple[Outcome, dict
         return outcome, whole_states(engine)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("zero", "offload"), by_default([(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0), (1, 0.5), (3, 1.0)], 2, 4)
 )

@@ -67,6 +67,7 @@ def upcycled(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("layout", by_default(["alone", "tp2 sp", "dp2 zero3"], 1))
 def test_the_first_loss_is_the_dense_models(layout: str, dense: Path, upcycled: Path, train: Train) -> None:
     """A step later they differ, because routers and experts learn."""

@@ -257,6 +257,7 @@ threading.Event().wait(60)
 """
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_a_limit_ends_the_process_and_says_why() -> None:
     done = subprocess.run([sys.executable, "-c", LIMITED], cwd=ROOT, capture_output=True, text=True)

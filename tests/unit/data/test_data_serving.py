@@ -68,6 +68,7 @@ def at_once(prefix: Path, count: int) -> tuple[int, list[Any]]:
     return built.value, read
 
 
+@pytest.mark.second
 @for_each("place", ["beside", "system"])
 def test_one_process_computes_a_table_and_the_others_map_it(tmp_path: Path, place: str) -> None:
     prefix = write_corpus(tmp_path / "c", numbered_documents(60))

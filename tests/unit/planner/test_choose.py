@@ -87,6 +87,7 @@ def test_a_given_flag_keeps_its_value(flag: str) -> None:
     assert value_of(unfixed, flag) != value_of(config, flag) and free.seconds <= found.seconds
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_without_given_flags_the_fastest_of_all_layouts_is_chosen() -> None:
     found, config = choose("", 4)

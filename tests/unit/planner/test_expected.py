@@ -35,6 +35,7 @@ def test_a_plan_prints_the_expected_speed_first(tmp_path: Path, capsys: pytest.C
         assert (plan[name] / found[name] if slower else found[name] / plan[name]) == pytest.approx(reached().median)
 
 
+@pytest.mark.second
 def test_only_a_layout_that_fits_has_a_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = f"--preset llama-3.1-8b --plan --device-type h100-80gb --mtbf 50000 --log-dir {tmp_path}"
     pretrain_gpt.main(asked.split())

@@ -468,6 +468,7 @@ def test_less_recompute_is_offered_where_it_fits() -> None:
 SEARCH = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 128 --precision bf16"
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_a_search_finds_what_no_other_layout_beats(capsys: pytest.CaptureFixture[str]) -> None:
     """The best layout that is printed is as fast as the best of all simulated ones. Its command line gives the same."""

@@ -57,6 +57,7 @@ def test_a_search_lists_every_layout(more: str, divisions: list[tuple[int, int]]
     assert not wanted - found, sorted(wanted - found)[:3]
 
 
+@pytest.mark.second
 @for_each("recompute", ["none", "full"])
 @for_each("model", ["--architecture llama --num-experts 8 --moe-layer-freq DDEEEEEEEEEE", "--architecture llama"])
 @for_each("schedule", ["gpipe", "1f1b", "zero-bubble", "interleaved", "zero-bubble-v"])

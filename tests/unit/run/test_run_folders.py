@@ -59,6 +59,7 @@ def with_other(config: Config, flag: str) -> Config:
 # -- ranks of one run
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_flags_that_may_differ_between_ranks() -> None:
     """Every other one must be the same, and is compared by itself."""

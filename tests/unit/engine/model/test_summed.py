@@ -60,6 +60,7 @@ def check_row(architecture: str, layout: str, device_type: str, several: bool) -
                     trace_kinds(parse_as(architecture, line), device_type)
 
 
+@pytest.mark.second
 @pytest.mark.long
 @pytest.mark.parametrize(
     "ring", ["default", *(pytest.param(ring, marks=getattr(pytest.mark, ring)) for ring in ("second", "slow"))]
