@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megazero.flags.cli import Command
 from megazero.flags.gpu_defaults import gpu_defaults
+from megazero.flags.stages import of_longest
 from megazero.log import log
 from megazero.planner import plan_report
 from megazero.planner.run_plan import make_plan, plan_config, vocabulary
@@ -22,8 +23,9 @@ def predict(command: Command) -> None:
     console, config = Console(width=None if sys.stdout.isatty() else 160), command.config
     device = load_device(config.plan.device_type)
     config, note = gpu_defaults(config, command.given, device.fastest_precision if device.kind == "cuda" else None)
-    if note:
-        log.info(note)
+    config, stage = of_longest(config)
+    for line in filter(None, (note, stage)):
+        log.info(line)
     if config.parallel.layout == "auto":
         world = config.plan.world_size or 1
         choice = choose_layout(config, command.given, world, vocab_size=vocabulary(config), device=device)

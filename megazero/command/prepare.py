@@ -10,16 +10,17 @@ import torch
 from megazero.checkpoint.in_memory import bytes_below, run_folder
 from megazero.cluster import launch, scheduler
 from megazero.cluster.machine import bind_to_near_cpus, machine
-from megazero.data.corpora import Datasets
+from megazero.data.corpora import Continued, Datasets, continued
 from megazero.data.remembered import data_tokenizer
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
+from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.files import explain
 from megazero.flags.cli import Command
 from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.flags.resolve import resolve
+from megazero.flags.stages import DataStage, longest, read_stages, without
 from megazero.flags.validate import check_device
 from megazero.host import Machine
 from megazero.interop.huggingface.export import check_export
@@ -66,12 +67,13 @@ class Choice(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The run: options, layout and data, all checked. `config` is resolved."""
+    """A stage of the run: options, layout and data, all checked. `config` is resolved."""
 
     config: Config
     layout: Layout
     tokenizer: Tokenizer | None
     datasets: Datasets
+    stage: DataStage
 
 
 class Verdict(NamedTuple):
@@ -91,9 +93,14 @@ class Prepared(NamedTuple):
 
     ranks: Ranks
     choice: Choice
-    checked: Checked
+    stages: tuple[Checked, ...]
     verdict: Verdict
     note: str
+
+    @property
+    def checked(self) -> Checked:
+        """The first stage."""
+        return self.stages[0]
 
 
 def prepare(command: Command, world: World) -> Prepared:
@@ -110,13 +117,15 @@ def prepare(command: Command, world: World) -> Prepared:
     require_packages(config.log)
     require_data(config)  # before the tokenizer, because a corpus may name it
     tokenizer = data_tokenizer(config)
-    ranks = find_ranks(config, world, device)
-    choice = choose_flags(command, config, ranks, tokenizer.vocab_size if tokenizer else 0)
-    checked = check_run(choice.config, ranks, tokenizer)
-    verdict = verdict_of_rank_0(checked) if world.rank == 0 else Verdict()
+    ranks, stages = find_ranks(config, world, device), read_stages(config)
+    most = longest(config, stages)
+    choice = choose_flags(command, most.over(config), ranks, tokenizer.vocab_size if tokenizer else 0)
+    choice = choice._replace(config=without(choice.config, most, config))
+    checked = check_stages(choice.config, stages, ranks, tokenizer)
+    verdict = verdict_of_rank_0(checked[0]) if world.rank == 0 else Verdict()
     if verdict.refusal and world.has_peers:  # at once, because the others may start late, or never
         log.error(f"{verdict.refusal}; this rank ends once all ranks have joined")
-    return Prepared(ranks=ranks, choice=choice, checked=checked, verdict=verdict, note=note)
+    return Prepared(ranks=ranks, choice=choice, stages=checked, verdict=verdict, note=note)
 
 
 def find_ranks(config: Config, world: World, device: torch.device) -> Ranks:
@@ -157,16 +166,57 @@ def choose_flags(command: Command, config: Config, ranks: Ranks, vocabulary: int
     )
 
 
-def check_run(config: Config, ranks: Ranks, tokenizer: Tokenizer | None) -> Checked:
-    """Resolve the options, and refuse those that this rank's device, memory or data do not allow."""
+def check_stages(
+    config: Config, stages: tuple[DataStage, ...], ranks: Ranks, tokenizer: Tokenizer | None
+) -> tuple[Checked, ...]:
+    """Check every stage. All have the layout of the longest one."""
+    vocabulary, found, begins = tokenizer.vocab_size if tokenizer else 0, list[Checked](), None
+    _, layout = resolve(longest(config, stages).over(config), ranks.world.size, vocabulary, declare)
+    for stage in stages:
+        where = f"--data-stages {config.data.data_stages}: stage {stage.number}: " if stage.number > 1 else ""
+        try:
+            found.append(check_run(stage, config, ranks, tokenizer, layout=layout, begins=begins))
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
+        model, first = found[-1].config.model, found[0].config.model
+        if _shapes(model) != _shapes(first):
+            raise ValueError(
+                f"{where}weights of --architecture {model.architecture} have other shapes with --seq-length "
+                f"{model.seq_length} than with {first.seq_length}, because positions are learned; keep the length, or "
+                "train with rotary positions"
+            )
+        if stage.stop is not None:
+            begins = continued(found[-1].datasets, stage.stop, model.seq_length, begins)
+    return tuple(found)
+
+
+def _shapes(model: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+    return [(spec.name, spec.shape) for spec in declare(model).params()]
+
+
+def check_run(
+    stage: DataStage,
+    config: Config,
+    ranks: Ranks,
+    tokenizer: Tokenizer | None,
+    layout: Layout,
+    begins: Continued | None,
+) -> Checked:
+    """Resolve a stage's options, and refuse those that this rank's device, memory or data do not allow.
+
+    Args:
+        config: of the command.
+        begins: where the stage's training data begin.
+    """
     world, device = ranks.world, ranks.device
-    config, layout = resolve(config, world.size, tokenizer.vocab_size if tokenizer else 0, declare)
+    config, _ = resolve(stage.over(config), world.size, tokenizer.vocab_size if tokenizer else 0, declare)
     check_device(config, device.type)
     config = choose_exchange(config, layout, find_card(launch.card_name(device)))
     if config.training.deterministic_mode and device.type == "cuda":
         launch.make_deterministic()
     check_memory(config, layout, world.rank, ranks.machine)
-    return Checked(config, layout, tokenizer, open_data(config, tokenizer))
+    datasets = open_data(config, tokenizer, begins)
+    return Checked(config=config, layout=layout, tokenizer=tokenizer, datasets=datasets, stage=stage)
 
 
 def verdict_of_rank_0(checked: Checked) -> Verdict:

@@ -9,6 +9,7 @@ from megazero.engine.options.model_options import Precision
 from megazero.engine.options.schema import Config
 from megazero.flags.cli import Command
 from megazero.flags.gpu_defaults import gpu_defaults
+from megazero.flags.stages import of_longest
 from megazero.log import log
 from megazero.planner.run_plan import vocabulary
 from megazero.planner.search.choose import CPU, choose_layout
@@ -19,8 +20,9 @@ from megazero.world import World
 def rehearse(command: Command, world: World) -> None:
     """Run the steps, and report their bytes next to the predicted ones."""
     config, note = gpu_defaults(command.config, command.given, _fastest_precision(command.config, world))
-    if note:
-        log.info(note)
+    config, stage = of_longest(config)
+    for line in filter(None, (note, stage)):
+        log.info(line)
     if config.parallel.layout == "auto":
         on = config.plan.rehearse_on
         priced = load_device(config.plan.device_type or (CPU if RehearsalDevice.of(on).kind == CPU else ""))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megazero import checkpoint
@@ -13,7 +15,7 @@ from megazero.cluster import failures, launch
 from megazero.cluster.machine import environment
 from megazero.cluster.same_start import agree
 from megazero.cluster.watchdog import Watchdog
-from megazero.command.prepare import Prepared, prepare
+from megazero.command.prepare import Checked, Prepared, prepare
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.options.schema import Config
 from megazero.flags.cli import Command
@@ -25,6 +27,8 @@ from megazero.observe.start_clock import StartClock, process_start
 from megazero.run import relayout
 from megazero.run.checkpoints import CheckpointLoader, Checkpoints
 from megazero.run.exports import Exports
+from megazero.run.resume import find_checkpoint
+from megazero.run.run_state import RunState, is_hugging_face
 from megazero.run.same_run import run_values
 from megazero.run.stopping import Signals, Wish, Wishes
 from megazero.run.trainer import Trainer
@@ -46,19 +50,46 @@ def train(command: Command, world: World, signals: Signals) -> Wish | None:
     clock.mark("joining")
     with mesh.world.peer_errors("locking --save"):
         lock = take_folder(prepared, mesh)
-    config = prepared.checked.config
-    run = build(prepared, mesh, signals, clock)
-    clock.mark("model")
-    if world.rank == 0:
-        _hand_out_report(prepared, mesh, screen, run)
+    config, stages = prepared.checked.config, [each.stage for each in prepared.stages]
     silent = world.has_peers and mesh.device.type == "cuda"  # NCCL does not report that a peer has failed
-    peers = failures.ending_with_peers(world) if silent else contextlib.nullcontext()
-    with peers, run.watchdog.over(run.trainer.engine.interpreter), frozen_objects():
-        stop = run.evaluate() if config.evaluation.eval_only else run.train()
+    with failures.ending_with_peers(world) if silent else contextlib.nullcontext():
+        sample = next_sample(config, mesh) if len(stages) > 1 else 0
+        goes_on = True
+        while goes_on:
+            at = next(k for k, stage in enumerate(stages) if stage.holds(sample))
+            run = build(prepared, prepared.stages[at], mesh, signals=signals, clock=clock)
+            clock.mark("model")
+            if world.rank == 0 and screen:
+                _hand_out_report(prepared, mesh, screen, run)
+            with run.watchdog.over(run.trainer.engine.interpreter), frozen_objects():
+                stop = run.evaluate() if config.evaluation.eval_only else run.train()
+            sample, goes_on = run.trainer.progress.consumed_samples, run.goes_on
+            if goes_on:
+                prepared, clock, screen = continuing(prepared), StartClock(), []
+            del run  # before the engine of the next stage is built
     if lock is not None:
         lock.release()
     launch.stop(world, config.parallel.distributed_timeout_minutes)
     return stop
+
+
+def next_sample(config: Config, mesh: Mesh) -> int:
+    """Return the sample at which the run continues from the newest checkpoint on the disk; 0 at the beginning."""
+    path = find_checkpoint(config, mesh.host_group)
+    if path is None or is_hugging_face(path) or (config.checkpoint.finetune and config.trains):
+        return 0
+    return RunState.read(path, mesh.host_group).consumed_samples
+
+
+def continuing(prepared: Prepared) -> Prepared:
+    """Return the run with stages that begin from the checkpoint of the one before."""
+
+    def of(each: Checked) -> Checked:
+        options = each.config.checkpoint
+        options = replace(options, load=options.save, finetune=False, load_exact=False)
+        return each._replace(config=replace(each.config, checkpoint=options))
+
+    return prepared._replace(stages=tuple(map(of, prepared.stages)))
 
 
 def connect(prepared: Prepared) -> tuple[Mesh, list[str]]:
@@ -70,10 +101,12 @@ def connect(prepared: Prepared) -> tuple[Mesh, list[str]]:
     Raises:
         ValueError: on every rank, if rank 0 refuses the run or the ranks' flags, code or data differ.
     """
-    (world, device, machine), (config, layout, tokenizer, datasets) = prepared.ranks, prepared.checked
+    (world, device, machine), (config, layout, tokenizer, datasets, _) = prepared.ranks, prepared.checked
     minutes, screen = config.parallel.distributed_timeout_minutes, []
     hosts = launch.start(world, device, minutes)
-    agree(lambda: run_values(config, datasets, tokenizer), world, device, hosts=hosts, refused=prepared.verdict.refusal)
+    later = [each.datasets for each in prepared.stages[1:]]
+    values = functools.partial(run_values, config, datasets, tokenizer, later)
+    agree(values, world, device, hosts=hosts, refused=prepared.verdict.refusal)
     if world.rank == 0:
         screen = start_report.screen(
             asked=prepared.choice.command.config,
@@ -103,9 +136,9 @@ def take_folder(prepared: Prepared, mesh: Mesh) -> SaveLock | None:
     return lock
 
 
-def build(prepared: Prepared, mesh: Mesh, signals: Signals, clock: StartClock) -> TrainingRun:
-    """Build the model, and the parts of the run around it."""
-    (world, *_), (config, _, tokenizer, datasets) = prepared.ranks, prepared.checked
+def build(prepared: Prepared, checked: Checked, mesh: Mesh, signals: Signals, clock: StartClock) -> TrainingRun:
+    """Build the model of a stage, and the parts of the run around it."""
+    (world, *_), (config, _, tokenizer, datasets, stage) = prepared.ranks, checked
     command, hosts = prepared.choice.command, mesh.world.hosts
     patience = max(HANG_PATIENCE_SECONDS, 6 * config.monitor.hang_timeout)  # a tenth of the limit
     watchdog = Watchdog(config.monitor.hang_timeout, lambda place: failures.end_hung(world, place, hosts, patience))
@@ -117,11 +150,11 @@ def build(prepared: Prepared, mesh: Mesh, signals: Signals, clock: StartClock) -
         watchdog=watchdog,
         tokenizer=tokenizer,
     )
-    saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer=tokenizer, watchdog=watchdog)
+    saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer=tokenizer, watchdog=watchdog, stage=stage)
     stop_file = Path(config.log.log_dir) / "stop" if world.rank == 0 and config.log.log_dir else None
     return TrainingRun(
         trainer,
-        CheckpointLoader(saves, command.given, open_weights),
+        CheckpointLoader(saves, command.given, open_weights, [each.stage for each in prepared.stages]),
         Wishes(signals, prepared.verdict.clock, stop_file),
         command=command,
         exports=_exports(config, saves),

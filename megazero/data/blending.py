@@ -19,16 +19,31 @@ class BlendedDataset:
     less than the depth of the tree.
     """
 
-    def __init__(self, datasets: Sequence[Samples], weights: Sequence[Fraction | int | float | str]) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[Samples],
+        weights: Sequence[Fraction | int | float | str],
+        origin: int = 0,
+        firsts: Sequence[int] = (),
+    ) -> None:
+        """Blend datasets.
+
+        Args:
+            origin: the first sample of the blend.
+            firsts: of each dataset, the first sample that the blend takes; empty: 0.
+        """
         shares = [Fraction(weight) for weight in weights]
         assert len(shares) == len(datasets) > 0 and min(shares) > 0, weights
-        self.datasets = tuple(datasets)
+        self.datasets, self.origin = tuple(datasets), origin
+        self.firsts = tuple(firsts) or (0,) * len(self.datasets)
         scale = lcm(*(share.denominator for share in shares))
         # Running sums of whole weights: exact at any i. Python integers do not overflow.
         self._sums = list(accumulate((int(share * scale) for share in shares), initial=0))
 
     def locate(self, index: int) -> tuple[int, int]:
         """(number of the dataset, number of the sample in it) of sample `index`."""
+        index -= self.origin
+        assert index >= 0, (index, self.origin)
         first, stop = 0, len(self.datasets)
         while stop - first > 1:
             middle = self._middle(first, stop)
@@ -38,7 +53,7 @@ class BlendedDataset:
                 stop, index = middle, before
             else:
                 first, index = middle, index - before
-        return first, index
+        return first, self.firsts[first] + index
 
     def _middle(self, first: int, stop: int) -> int:
         """Return the index that best divides datasets [first, stop) into equal weights; of equals, the first."""
@@ -48,9 +63,9 @@ class BlendedDataset:
         return k - 1 if k > first + 1 and both - 2 * sums[k - 1] <= abs(2 * sums[k] - both) else k
 
     def counts(self, index: int) -> list[int]:
-        """Count the samples of [0, index) that each dataset serves."""
+        """Count the samples of [origin, index) that each dataset serves."""
         counts = [0] * len(self.datasets)
-        parts = [(0, len(counts), index)]
+        parts = [(0, len(counts), index - self.origin)]
         while parts:
             first, stop, share = parts.pop()
             if stop - first == 1:

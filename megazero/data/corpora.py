@@ -3,12 +3,13 @@
 import random
 import re
 import resource
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class Datasets:
     @property
     def named(self) -> tuple[str, ...]:
         """Prefixes of the corpora of a blend, if they are few enough for the metrics to list; else empty."""
-        listed = isinstance(self.train, BlendedDataset) and len(self.corpora) <= MAX_NAMED_CORPORA
+        listed = 1 < len(self.corpora) <= MAX_NAMED_CORPORA
         return tuple(data.prefix for data in self.corpora) if listed else ()
 
     @property
@@ -95,11 +96,33 @@ class Datasets:
         return [fingerprint(data) for data in self.corpora]
 
     def served(self, consumed_samples: int) -> dict[str, int]:
-        """Count the first samples of training that came from each corpus of `named`."""
+        """Count the samples before `consumed_samples` that came from each corpus of `named`, in this stage."""
         if not self.named:
             return {}
         assert isinstance(self.train, BlendedDataset)
         return dict(zip(self.named, self.train.counts(consumed_samples), strict=True))
+
+
+class Continued(NamedTuple):
+    """The beginning of a stage in its training data.
+
+    Attributes:
+        origin: the stage's first sample.
+        tokens: by prefix, those of each corpus that earlier stages were served.
+    """
+
+    origin: int
+    tokens: Mapping[str, int]
+
+
+def continued(datasets: Datasets, stop: int, seq_length: int, before: Continued | None = None) -> Continued:
+    """Return where the next stage begins, at sample `stop`, after a stage with `datasets` that began at `before`."""
+    train, tokens = datasets.train, Counter(before.tokens if before is not None else {})
+    origin = before.origin if before is not None else 0
+    counts = train.counts(stop) if isinstance(train, BlendedDataset) else [stop - origin] * len(datasets.corpora)
+    for data, count in zip(datasets.corpora, counts, strict=True):
+        tokens[data.prefix] += count * seq_length
+    return Continued(stop, tokens)
 
 
 def mock_datasets(seq_length: int, seed: int, vocab_size: int) -> Datasets:
@@ -158,12 +181,16 @@ def open_datasets(
     needed: Sequence[str] = ("train",),
     document_flags: Sequence[str] = (),
     split_by: str = "auto",
+    begins: Continued | None = None,
 ) -> Datasets:
     """Open the corpora of --data-path, each once, and check them; to be called before any process group starts.
 
     Checks: the files, as `IndexedDataset` does; a random choice of their blocks, by the checksums in PREFIX.json; the
     largest id, from PREFIX.json or a scan of both ends of the tokens; the tokenizer and, with `document_flags`, the
     end-of-document tokens, as far as PREFIX.json names them; that each split in `needed` has a sample of every corpus.
+
+    Args:
+        begins: where training data begin, in a later stage of a run.
 
     Raises:
         ValueError: a check fails; names --data-path and the corpus.
@@ -206,6 +233,9 @@ def open_datasets(
         if split_name in needed:
             for part in parts:
                 part.check()
+        if split_name == "train" and begins is not None:
+            firsts = [-(-begins.tokens.get(data.prefix, 0) // seq_length) for data in corpora]
+            return BlendedDataset(parts, weights, begins.origin, firsts)
         return parts[0] if len(parts) == 1 else BlendedDataset(parts, weights)
 
     train, validation, test = (opened(name) for name in SPLITS)

@@ -59,20 +59,27 @@ def read_preset(name: str) -> Preset:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"--preset {path}: not a TOML file: {error}") from None
     notes = [f"--preset {path}: {key} is ignored: {retired()[key]}" for key in content if key in retired()]
-    known = flags()
-    values = {}
+    kept = {key: value for key, value in content.items() if key not in retired()}
+    return Preset(typed_values(kept, f"--preset {path}"), notes)
+
+
+def typed_values(content: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return parsed TOML as values of flags, by their names.
+
+    Raises:
+        ValueError: a key is no flag, or a value is of another type; names `source`.
+    """
+    known, values = flags(), {}
     for key, value in content.items():
-        if key in retired():
-            continue
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else "; see --help for the flags"
-            raise ValueError(f"--preset {path}: unknown key {key!r}{hint}")
+            raise ValueError(f"{source}: unknown key {key!r}{hint}")
         try:
             values[key] = _convert(value, known[key].kind)
         except msgspec.ValidationError as error:
-            raise ValueError(f"--preset {path}: {key} = {json.dumps(value, default=str)}: {error}") from None
-    return Preset(values, notes)
+            raise ValueError(f"{source}: {key} = {json.dumps(value, default=str)}: {error}") from None
+    return values
 
 
 def _convert(value: Any, kind: Any) -> Any:

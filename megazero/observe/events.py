@@ -65,16 +65,20 @@ class RunEvents:
             "environment": software(self.mesh),
         }
 
-    def start(self, iteration: int, lost: Lost) -> None:
+    def start(self, iteration: int, lost: Lost, stage: int = 0) -> None:
         """Record a start after `iteration`, and the time since the last record of the run, if any.
 
         The first start deletes the events of an older run.
+
+        Args:
+            stage: that begins with this start; 0: none.
         """
         self.started, self.lost, first = iteration, lost, first_start(iteration)
         if self.folder is not None:
             event = {**_event("start", iteration), "command": sys.argv, "seconds": dict(self.clock.parts)}
             event |= {"lost_iterations": lost.iterations, "lost_seconds": lost.seconds}
             event["down_seconds"] = 0.0 if first else max(0.0, self.clock.began - (self._alive() or self.clock.began))
+            event |= {"stage": stage} if stage else {}
             self._add(event | {"config": asdict(self.config)} | self.about, "w" if first else "a")
 
     def first_step(self, iteration: int) -> Record:

@@ -52,6 +52,7 @@ BY_FLAG = {
     "mtp-loss-scaling-factor": LOSS,
     **dict.fromkeys(("precision", "grad-dtype", "adam-moments", "master-weights"), ROUNDING),
     **dict.fromkeys(("optimizer-cpu-offload", "optimizer-offload-fraction", "optimizer-nvme-offload"), ""),
+    "data-stages": "",  # the values of the stage are compared
     "optimizer": STATES,
     "freeze-parameters": UPDATES,
     "init-method-std": "",
@@ -68,7 +69,11 @@ class Changes(NamedTuple):
 
 
 def changed_options(
-    state: RunState, config: Config, given: Collection[str] | None = None, fingerprints: Sequence[str] = ()
+    state: RunState,
+    config: Config,
+    given: Collection[str] | None = None,
+    fingerprints: Sequence[str] = (),
+    planned: Collection[str] = (),
 ) -> Changes:
     """Describe the options that differ from the resumed run, their consequences, and the flags that restore them.
 
@@ -76,6 +81,7 @@ def changed_options(
         state: of the checkpoint.
         given: names of the flags of this command, without dashes; None: all were given.
         fingerprints: of this run's corpora, in the order of --data-path.
+        planned: names of flags that a new stage of the run changes.
     """
     saved: dict[str, Any] = dict(state.config)
     ours = json.loads(json.dumps(asdict(config)))
@@ -83,7 +89,7 @@ def changed_options(
     if isinstance(options, dict):
         saved["optimizer"] = {"optimizer": state.optimizer} | options  # versions before the flag
     changed, back = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
-    harmless = _without_effect(state, config, fingerprints)
+    harmless = _without_effect(state, config, fingerprints) | {*planned}
     for group, options in saved.items():
         if group in SILENT_GROUPS or not isinstance(options, dict):
             continue
@@ -95,6 +101,8 @@ def changed_options(
                 continue  # they follow the number of nodes
             follows = "" if flag in harmless else BY_FLAG.get(flag, BY_GROUP.get(group, ""))
             changed[follows].append(f"--{flag} is {_shown(ours[group][name])}, and was {_shown(value)}")
+            if flag in planned:
+                continue
             default = name == "lr_decay_iters" and value == saved["training"]["train_iters"]
             if given is not None and flag not in given and not default:
                 back[follows].append(as_flag(flag, value))

@@ -24,9 +24,10 @@ from megazero.engine.mesh.collectives import MIN
 from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.step.engine import Engine
 from megazero.engine.zero.shards import LocalShard
+from megazero.flags.stages import WHOLE, DataStage
 from megazero.log import log
 from megazero.run.changes import changed_options
-from megazero.run.resume import check_data, check_same_model, find_checkpoint, takes_memory
+from megazero.run.resume import check_data, check_same_model, check_stage, find_checkpoint, takes_memory
 from megazero.run.run_state import Progress, RunState, attached_tokenizer, is_hugging_face, source_digest
 from megazero.run.stopping import DeadRun, newest_words
 from megazero.units import things
@@ -56,6 +57,7 @@ class Checkpoints:
         datasets: Datasets,
         tokenizer: Tokenizer | None,
         watchdog: Watchdog,
+        stage: DataStage = WHOLE,
     ) -> None:
         """Prepare to save into --save, if it is given.
 
@@ -65,7 +67,9 @@ class Checkpoints:
             datasets: checkpoints keep the fingerprints of their corpora.
             tokenizer: rank 0 puts a copy into every checkpoint.
             watchdog: paused during a save, because waits in a save have limits of their own.
+            stage: of the run, in which this engine trains.
         """
+        self.stage = stage
         self.config, self.engine, self.mesh = config, engine, engine.mesh
         self.fingerprints, self.split_by_tokens = tuple(datasets.fingerprints()), datasets.split_by_tokens
         self.watchdog, self.source_digest = watchdog, source_digest(config.hf_config)
@@ -156,6 +160,7 @@ class Checkpoints:
             sound=progress.skipped_in_a_row == 0,
             fingerprints=self.fingerprints,
             saved_tokenizer=self.saved_tokenizer,
+            stage=self.stage.first,
             source_digest=self.source_digest,
         )
         return shards, state.to_json()
@@ -262,16 +267,22 @@ class CheckpointLoader:
     """One rank's part in a resume; all ranks call it together. `saves` learns which run is resumed."""
 
     def __init__(
-        self, saves: Checkpoints, given: Collection[str] | None = None, open_weights: OpenWeights | None = None
+        self,
+        saves: Checkpoints,
+        given: Collection[str] | None = None,
+        open_weights: OpenWeights | None = None,
+        stages: Sequence[DataStage] = (WHOLE,),
     ) -> None:
         """Take the parts of a resume.
 
         Args:
             given: names of the flags that were given, without dashes; None: all were.
             open_weights: reads the weights of a Hugging Face folder, which --load may name.
+            stages: of the run.
         """
         self.saves, self.config, self.engine, self.mesh = saves, saves.config, saves.engine, saves.mesh
-        self.memory, self.given, self.open_weights = saves.memory, given, open_weights
+        self.memory, self.given, self.open_weights, self.stages = saves.memory, given, open_weights, stages
+        self.enters_stage = False  # the checkpoint is of the stage before
 
     def resume(self) -> tuple[Path | None, Progress]:
         """Load the newest checkpoint, or if it is damaged, the newest sound one before it.
@@ -342,6 +353,7 @@ class CheckpointLoader:
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
         saves = self.saves
+        check_stage(path, state, self.config, self.stages)
         check_data(path, state, self.config, fingerprints=saves.fingerprints, split_by_tokens=saves.split_by_tokens)
         same = state.optimizer == self.config.optimizer.optimizer
         shards = self._shards(states=same)
@@ -350,7 +362,9 @@ class CheckpointLoader:
         updates = state.updates if same else 0
         restored = {"updates": updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
         self.engine.load_state_dict(restored, shards)
-        changes = changed_options(state, self.config, self.given, saves.fingerprints)
+        self.enters_stage = state.stage != saves.stage.first
+        planned = {flag for stage in self.stages for flag in stage.values} if self.enters_stage else ()
+        changes = changed_options(state, self.config, self.given, saves.fingerprints, planned=planned)
         for text in changes.notes:
             log.info(text)
         for text in changes.warnings:

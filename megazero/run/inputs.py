@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.data.corpora import Datasets, mock_datasets, open_datasets, read_data_args
+from megazero.data.corpora import Continued, Datasets, mock_datasets, open_datasets, read_data_args
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.options.schema import Config
 
@@ -20,8 +20,11 @@ def require_data(config: Config) -> None:
     )
 
 
-def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
+def open_data(config: Config, tokenizer: Tokenizer | None, begins: Continued | None = None) -> Datasets:
     """Open and check the corpora.
+
+    Args:
+        begins: where training data begin, in a later stage of a run.
 
     Raises:
         ValueError: see `require_data` and `data.corpora`.
@@ -43,4 +46,5 @@ def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
         needed=needed,
         document_flags=data.document_flags,
         split_by=data.split_by,
+        begins=begins,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +14,7 @@ from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.data.tokenizer import hub_hint
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config, ModelConfig
+from megazero.flags.stages import DataStage
 from megazero.log import log
 from megazero.run.run_state import RunState, is_hugging_face
 
@@ -126,6 +127,22 @@ def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig) -> None
 
 def _shapes(model: ModelConfig) -> tuple[int, list[tuple[str, tuple[int, ...]]]]:
     return model.num_layers, [(spec.name, spec.shape) for spec in declare(model).params()]
+
+
+def check_stage(path: Path, state: RunState, config: Config, stages: Sequence[DataStage]) -> None:
+    """Refuse a --data-stages file that has changed behind the last sample of a checkpoint.
+
+    Raises:
+        ValueError: that sample was trained in another stage than that of the file.
+    """
+    last = max(0, state.consumed_samples - 1)
+    now = next(stage for stage in stages if stage.holds(last))
+    if config.data.data_stages and now.first != state.stage:
+        raise ValueError(
+            f"--load {path} was trained to sample {last:,} in the stage that began at sample {state.stage:,}, and by "
+            f"--data-stages {config.data.data_stages} that stage began at {now.first:,}, in the past; restore the "
+            "file, or load an earlier checkpoint"
+        )
 
 
 def check_data(

@@ -60,6 +60,7 @@ class RunState:
     fingerprints: tuple[Fingerprint, ...] = ()  # of the corpora of --data-path, in order
     weights_only: bool = False  # imported: there are no optimizer states to resume from
     saved_tokenizer: Annotated[str, Meta(pattern=SAVED_TOKENIZER)] = ""  # SPEC in the checkpoint; "": none
+    stage: Count = 0  # the first sample of the stage that wrote it
     source_digest: str = ""  # of the config.json from which the model came, config["hf_config"]
     # layer -> biases of its experts, of --moe-router-enable-expert-bias
     expert_biases: dict[str, list[Finite]] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from megazero.data.corpora import Datasets, parse_data_path, read_data_args
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.options.schema import Config
 from megazero.flags.flag_names import flags, value_of
+from megazero.flags.stages import read_stages
 
 # Flags that may differ between ranks, because only rank 0 writes logs, presets are compared by their values, and data
 # and tokenizers by their content.
@@ -21,10 +23,15 @@ LOCAL_FLAGS = {
 }
 
 
-def run_values(config: Config, datasets: Datasets, tokenizer: Tokenizer | None) -> dict[str, str]:
+def run_values(
+    config: Config, datasets: Datasets, tokenizer: Tokenizer | None, stages: Sequence[Datasets] = ()
+) -> dict[str, str]:
     """Return the values to compare, by their names in messages. `config` is resolved.
 
     They include --save and --load, which name folders that all ranks share.
+
+    Args:
+        stages: data of the second stage and the later ones.
     """
     values = {f"--{name}": str(value_of(config, name)) for name in flags() if name not in LOCAL_FLAGS}
     data = config.data
@@ -33,6 +40,10 @@ def run_values(config: Config, datasets: Datasets, tokenizer: Tokenizer | None) 
     for number, (weight, content) in enumerate(zip(weights, datasets.fingerprints(), strict=True), 1):
         values[f"the weight of --data-path's corpus {number}"] = "by tokens" if weight is None else str(weight)
         values[f"the content of --data-path's corpus {number}"] = content
+    if config.data.data_stages:
+        values["the content of --data-stages"] = str([(stage.first, stage.values) for stage in read_stages(config)])
+    for number, later in enumerate(stages, 2):
+        values[f"the content of stage {number}'s corpora"] = str(later.fingerprints())
     values["the content of --tokenizer"] = tokenizer.identity if tokenizer is not None else "none"
     values["megazero's code"] = code_digest(Path(megazero.__file__).parent)
     values["torch's version"] = torch.__version__

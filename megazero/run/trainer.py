@@ -102,7 +102,6 @@ class Trainer:
         """Run one training step, and an evaluation and text samples if they are due."""
         config, mesh, progress = self.config, self.mesh, self.progress
         self.profiler.begin(progress.iteration + 1)
-        self._skip_samples()
         size = config.batch_sizes.at(progress.consumed_samples)
         sent, start = mesh.sent(), time.perf_counter()
         self.watchdog.doing = f"reading the batch of iteration {progress.iteration + 1}"
@@ -132,7 +131,7 @@ class Trainer:
                 record["samples"] = self.sampler.run()
         return record | self.pauses.take() | {"at": time.time()}
 
-    def _skip_samples(self) -> None:
+    def skip_samples(self) -> None:
         """If the next batch would contain a sample of --skip-samples, continue after the last of these."""
         left_out, next_one = self.left_out, self.progress.consumed_samples
         if left_out.start < next_one + self.config.batch_sizes.at(next_one) and next_one < left_out.stop:

@@ -44,6 +44,7 @@ class TrainingRun:
             elastic: the nodes and the layout of this start, with --elastic.
         """
         self.exports, self.clock, self.elastic = exports, clock or StartClock(), elastic
+        self.goes_on = False  # with the next stage
         self.trainer, self.loader, self.wishes, self.command = trainer, loader, wishes, command
         self.checkpoints = loader.saves
         self.config, self.mesh, self.watchdog = trainer.config, trainer.mesh, trainer.watchdog
@@ -57,7 +58,7 @@ class TrainingRun:
         """
         config, trainer = self.config, self.trainer
         load, trainer.progress = self.loader.resume()
-        progress, last = trainer.progress, config.training.train_iters
+        progress, last, stage = trainer.progress, config.training.train_iters, self.checkpoints.stage
         self.describe(load)
         self.clock.mark("checkpoint")
         events, stop = RunEvents(self.command, config, self.mesh, self.clock), None
@@ -66,17 +67,25 @@ class TrainingRun:
             self.exports.resume(progress)
         self.wishes.signals.promise = training_promise(config.checkpoint.save)
         if progress.iteration < last:
-            events.start(progress.iteration, writers.lost)
+            begins = stage.number if self.loader.enters_stage else 0
+            events.start(progress.iteration, writers.lost, begins)
+            if begins:
+                log.info(f"stage {begins} of --data-stages begins, at sample {progress.consumed_samples:,}")
             agent_notes.leave(agent_notes.BEGAN, str(progress.iteration))
         try:
-            while progress.iteration < last and (stop := self._stop()) is None:
+            while progress.iteration < last:
+                trainer.skip_samples()
+                self.goes_on = not stage.holds(progress.consumed_samples)
+                if self.goes_on or (stop := self._stop()) is not None:
+                    break
                 try:
                     record = trainer.iterate()
                 except LossScaleExhausted:
                     self.checkpoints.save(progress, last=True)  # the weights of the last good update
                     raise
                 self.watchdog.doing = f"the end of iteration {progress.iteration}"
-                writers.write(record | events.first_step(progress.iteration))
+                in_stage = {"stage": stage.number} if config.data.data_stages else {}
+                writers.write(record | in_stage | events.first_step(progress.iteration))
                 self._check_alive()
                 if trainer.due(config.monitor.check_replicas_interval):
                     check_replicas(trainer.engine, progress.iteration)
@@ -112,6 +121,8 @@ class TrainingRun:
             kept = self.checkpoints.saved_at == progress.iteration
             log.info(stopped_words(progress.iteration, stop.why, config.checkpoint if kept else None))
         why = stop.why if stop else "done" if progress.iteration >= last else "--exit-interval"
+        if self.goes_on:
+            why = f"the end of stage {stage.number}"
         events.end(progress.iteration, why, trainer.pauses.take())
         return stop
 

@@ -40,6 +40,10 @@ class DataConfig:
     skip_samples: str = ""
     """A:B leaves out samples A to B - 1. To pass a loss spike, load an earlier checkpoint and skip the samples of the
     spike, by their consumed_samples in metrics.jsonl."""
+    data_stages: str = ""
+    """TOML file of stages: each [[stage]] has from-sample, the first sample from which it holds, and the flags that
+    differ from the command's: the corpora, --seq-length, batch sizes, the learning rate and its decay. Needs --save. A
+    corpus that stays continues where it was."""
     num_workers: Annotated[int, Bounds(0, 64, "one thread per rank is ahead of any step")] = 1
     """Threads per rank that read batches ahead. 0: read in the training thread."""
 

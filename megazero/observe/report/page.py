@@ -135,9 +135,10 @@ def _state(run: Run) -> str:
     if not starts:
         return f"{METRICS} has {things(len(run.records), 'iteration')}."
     last, words = run.events[-1], [f"Started {starts[0].get('time', '')}"]
-    if len(starts) > 1:
-        times = "once" if len(starts) == 2 else f"{len(starts) - 1} times, last"
-        words.append(f"resumed {times} {starts[-1].get('time', '')}")
+    resumed = [start for start in starts[1:] if "stage" not in start]
+    if resumed:
+        times = "once" if len(resumed) == 1 else f"{len(resumed)} times, last"
+        words.append(f"resumed {times} {resumed[-1].get('time', '')}")
     if last.get("event") == "end":
         words.append(f"ended {last.get('time', '')}: {last.get('why', '')}")
     else:
@@ -149,8 +150,7 @@ def _state(run: Run) -> str:
 
 
 def _charts(run: Run) -> list[Chart]:
-    resumed = [start["iteration"] for start in run.starts if start.get("iteration")]
-    marks = [(i, f"resumed after iteration {i}") for i in resumed]
+    marks = [(start["iteration"], _began(start)) for start in run.starts if start.get("iteration")]
 
     def chart(title: str, lines: list[Line], **options: Any) -> Chart | None:
         return line_chart(lines, title, marks=marks, **options)
@@ -278,8 +278,14 @@ def _resumes(run: Run) -> list[tuple[str, str]]:
         words = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items())
         if again := start.get("lost_iterations"):
             words += f"; {things(again, 'iteration')} of {start['lost_seconds']:.1f} s computed again"
-        rows.append((f"resumed after iteration {start['iteration']:,}", words))
+        rows.append((_began(start), words))
     return rows
+
+
+def _began(start: Record) -> str:
+    """Describe a start that is not the first."""
+    words = f"stage {start['stage']} began" if "stage" in start else "resumed"
+    return f"{words} after iteration {start['iteration']:,}"
 
 
 def _options(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:

@@ -169,6 +169,7 @@ SEEN = {
     "eod-mask-loss": "end_to_end/test_reference_run.py",
     "reset-attention-mask": "end_to_end/test_reference_run.py",
     "reset-position-ids": "end_to_end/test_reference_run.py",
+    "data-stages": "end_to_end/test_stages.py",
     "skip-samples": "parallel/test_run_life.py",
     "num-workers": "unit/data/test_data_loader.py",
     "eval-interval": "end_to_end/test_pretrain.py",

@@ -1,0 +1,149 @@
+"""Stages of a run (--data-stages): the flags that change at a sample."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megazero.engine.options.schema import Config
+from megazero.files import explain, read_small
+from megazero.flags.flag_names import value_of, with_values
+from megazero.flags.presets import typed_values
+from megazero.flags.validate import plans
+
+FROM = "from-sample"
+STAGE_FLAGS = (
+    *("data-path", "data-args-path", "seq-length", "micro-batch-size", "global-batch-size"),
+    *("lr", "min-lr", "lr-decay-style", "lr-decay-iters", "lr-wsd-decay-iters", "lr-wsd-decay-style"),
+)
+CORPORA = ("data-path", "data-args-path")
+
+
+@dataclass(frozen=True)
+class DataStage:
+    """One stage: it trains on samples [first, stop), with `values` of flags over the command's; stop None: to the end.
+
+    `number` counts from 1, the stage of the command alone.
+    """
+
+    number: int = 1
+    first: int = 0
+    stop: int | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def over(self, config: Config) -> Config:
+        """Return the options of a command in this stage."""
+        named = [flag for flag in CORPORA if flag in self.values]
+        empty = {"data-path": (), "data-args-path": ""} if named else {}  # a stage names corpora in its own way
+        return with_values(config, empty | self.values)
+
+    def holds(self, sample: int) -> bool:
+        return self.first <= sample and (self.stop is None or sample < self.stop)
+
+
+WHOLE = DataStage()  # of a run without --data-stages
+
+
+def read_stages(config: Config) -> tuple[DataStage, ...]:
+    """Return the stages of a run; one without --data-stages.
+
+    Raises:
+        ValueError: the file cannot be read; or a key or a value of it is wrong; or stages do not follow each other; or
+            a flag of the command does not go with stages.
+    """
+    name = config.data.data_stages
+    if not name:
+        return (WHOLE,)
+    source = f"--data-stages {name}"
+    try:
+        content = tomllib.loads(read_small(name).decode())
+    except (OSError, ValueError) as error:
+        why = explain(error) if isinstance(error, OSError) else f"no TOML file: {error}"
+        raise ValueError(f"{source}: {why}") from None
+    tables = content.get("stage")
+    if set(content) != {"stage"} or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
+        raise ValueError(f"{source}: expected tables [[stage]] alone, each with {FROM} and flags, such as data-path")
+    if config.trains and not (config.checkpoint.save or plans(config.plan) or config.plan.rehearse):
+        raise ValueError(f"{source} needs --save: a stage begins from a checkpoint of the one before it")
+    found = [WHOLE]
+    for number, table in enumerate(tables, 2):
+        found[-1] = replace(found[-1], stop=_first(table, found[-1].first, f"{source}: stage {number}"))
+        found.append(DataStage(number, found[-1].stop or 0, None, _values(table, f"{source}: stage {number}")))
+    for stage in found[:-1]:
+        _check_border(stage, config, source)
+    return tuple(found)
+
+
+def _first(table: Mapping[str, Any], before: int, where: str) -> int:
+    first = table.get(FROM)
+    if type(first) is not int:
+        raise ValueError(f"{where}: {FROM} is missing or no whole number: give the first sample of the stage")
+    if first <= before:
+        raise ValueError(
+            f"{where} begins at sample {first:,}, and the stage before it at {before:,}: list them in order"
+        )
+    return first
+
+
+def _values(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    values = typed_values({key: value for key, value in table.items() if key != FROM}, where)
+    for key in values:
+        if key not in STAGE_FLAGS:
+            raise ValueError(f"{where}: --{key} holds for the whole run; a stage may change {', '.join(STAGE_FLAGS)}")
+    return values
+
+
+def _check_border(stage: DataStage, config: Config, source: str) -> None:
+    """Refuse a border inside a global batch. Only the first stage may have a ramp; it must have ended."""
+    sizes, stop = stage.over(config).batch_sizes, stage.stop or 0
+    first = sizes.samples if stage.first == 0 else stage.first
+    size = sizes.full
+    if not size:
+        raise ValueError(f"{source} needs --global-batch-size, because a stage begins where a global batch does")
+    if stop < first:
+        raise ValueError(f"{source}: stage 2 begins at sample {stop:,}, while the batch grows to sample {first:,}")
+    before = _start_of_batch(config, stage, stop)
+    if before != stop:
+        raise ValueError(
+            f"{source}: stage {stage.number + 1} begins at sample {stop:,}, inside a global batch of {size}; use "
+            f"{before:,} or {before + size:,}"
+        )
+
+
+def _start_of_batch(config: Config, stage: DataStage, sample: int) -> int:
+    """Return the sample at which the global batch with `sample` begins."""
+    sizes, consumed = stage.over(config).batch_sizes, stage.first
+    while consumed < sizes.samples:
+        consumed += sizes.at(consumed)
+    return sample - (sample - consumed) % sizes.full
+
+
+def longest(config: Config, stages: tuple[DataStage, ...]) -> DataStage:
+    """Return the stage with the most tokens in a micro-batch; of equals, the first."""
+
+    def tokens(stage: DataStage) -> int:
+        options = stage.over(config)
+        return options.training.micro_batch_size * options.model.seq_length
+
+    return max(stages, key=tokens)
+
+
+def of_longest(config: Config) -> tuple[Config, str]:
+    """Return the options of the stage with the most tokens in a micro-batch, and a note for a plan; "" if it has one.
+
+    Raises:
+        ValueError: as `read_stages`.
+    """
+    stages = read_stages(config)
+    if len(stages) == 1:
+        return config, ""
+    stage = longest(config, stages)
+    return stage.over(config), f"--data-stages: stage {stage.number} of {len(stages)}, from sample {stage.first:,}"
+
+
+def without(config: Config, stage: DataStage, before: Config) -> Config:
+    """Return `config`, which is of a stage, with the values of `before` for the flags that the stage changes."""
+    names = [*CORPORA, *stage.values]
+    return with_values(config, {name: value_of(before, name) for name in names})

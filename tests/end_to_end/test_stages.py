@@ -1,0 +1,138 @@
+"""pretrain_gpt.py --data-stages: the options of a run change at a sample; killed and resumed, it is the same run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.cli import metrics, pretrain
+from tests.reference_run import write_corpus
+
+WORDS, BATCH, ITERATIONS = 61, 4, 9
+SIZES = ["--architecture", "llama", "--num-layers", 2, "--hidden-size", 24, "--num-attention-heads", 3]
+SIZES += [
+    "--vocab-size",
+    WORDS,
+    "--seq-length",
+    10,
+    "--global-batch-size",
+    BATCH,
+    "--micro-batch-size",
+    2,
+    "--split",
+    1,
+]
+SIZES += ["--train-iters", ITERATIONS, "--lr", 1e-2, "--seed", 5, "--precision", "fp64", "--save-interval", 2]
+# The second stage begins with iteration 4: another mixture, longer samples. The third with iteration 7.
+STAGES = """
+[[stage]]
+from-sample = 12
+data-path = [3, "{folder}/a", 1, "{folder}/b"]
+seq-length = 16
+micro-batch-size = 1
+
+[[stage]]
+from-sample = 24
+data-path = "{folder}/b"
+lr = 1e-3
+lr-decay-style = "linear"
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stages")
+    draw = random.Random(0)
+    for name in "ab":
+        documents = [draw.choices(range(WORDS), k=draw.randint(5, 40)) for _ in range(40)]
+        write_corpus(folder / name, "<u2", [[document] for document in documents])
+    (folder / "stages.toml").write_text(STAGES.format(folder=folder))
+    return folder
+
+
+def train(folder: Path, name: str, *flags: object, ranks: int = 1, code: int = 0) -> str:
+    out = folder / name
+    data = ["--data-path", folder / "a", "--data-stages", folder / "stages.toml"]
+    done = pretrain(*SIZES, *data, "--save", out, "--load", out, "--log-dir", out, *flags, ranks=ranks)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def curve(folder: Path, name: str) -> list[tuple[Any, ...]]:
+    keys = ("iteration", "consumed_samples", "loss", "grad_norm", "lr", "stage")
+    return [tuple(record[key] for key in keys) for record in metrics(folder / name)]
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> list[tuple[Any, ...]]:
+    """The curve of an uninterrupted run on one rank."""
+    said = train(folder, "whole")
+    assert "--seq-length is 16, and was 10 when this was saved" in said and "warning" not in said.lower()
+    return curve(folder, "whole")
+
+
+def test_stages_change_the_options(folder: Path, whole: list[tuple[Any, ...]]) -> None:
+    assert [record[-1] for record in whole] == [1] * 3 + [2] * 3 + [3] * 3
+    assert [record[1] for record in whole] == [BATCH * (1 + k) for k in range(ITERATIONS)]
+    rates = [record[4] for record in whole]
+    assert rates[:6] == pytest.approx([1e-2] * 6) and rates[6:] == pytest.approx([1e-3 * k / 9 for k in (2, 1, 0)])
+    speed = [record["tokens_per_second"] * record["step_seconds"] for record in metrics(folder / "whole")]
+    page = (folder / "whole" / "report.html").read_text()
+    assert "stage 2 began after iteration 3" in page and "stage 3 began after iteration 6" in page
+    assert "resumed after" not in page
+    assert speed == pytest.approx([BATCH * 10] * 3 + [BATCH * 16] * 3 + [BATCH * 10] * 3)
+
+
+def test_stages_are_those_of_commands_by_hand(folder: Path, whole: list[tuple[Any, ...]]) -> None:
+    """The second stage as a user would write it: the first iterations of another command, from the checkpoint."""
+    out = folder / "by hand"
+    longer = ["--data-path", 3, folder / "a", 1, folder / "b", "--seq-length", 16, "--micro-batch-size", 1]
+    saving = ["--load", folder / "whole" / "iter_0000003", "--save", out, "--log-dir", out, "--exit-interval", 4]
+    done = pretrain(*SIZES, *longer, *saving)
+    assert done.returncode == 0, done.stderr
+    (record,) = metrics(out)
+    # The command by hand reads other samples of the same corpora: it cannot know where a stage begins in each of them.
+    assert record["lr"] == whole[3][4] and record["consumed_samples"] == whole[3][1]
+    assert record["loss"] != whole[3][2]
+
+
+@pytest.mark.parametrize(
+    ("stop", "layout", "ranks"),
+    [
+        (2, [], 1),
+        (3, ["--pipeline-model-parallel-size", 2], 2),
+        (5, ["--zero-stage", 3], 2),
+        pytest.param(7, ["--context-parallel-size", 2], 2, marks=pytest.mark.second),
+    ],
+)
+def test_a_resumed_run_is_the_same(
+    stop: int, layout: list[object], ranks: int, folder: Path, whole: list[tuple[Any, ...]]
+) -> None:
+    """It stops within a stage or at a border, and continues in another layout; in the same one to the bit."""
+    name = f"stopped at {stop}"
+    train(folder, name, "--exit-interval", stop)
+    assert len(curve(folder, name)) == stop
+    train(folder, name, *layout, ranks=ranks)
+    found = curve(folder, name)
+    if ranks == 1:
+        assert found == whole
+    assert [record[:2] + record[4:] for record in found] == [record[:2] + record[4:] for record in whole]
+    for ours, wanted in zip(found, whole, strict=True):
+        assert ours[2:4] == pytest.approx(wanted[2:4], rel=1e-11)
+
+
+def test_a_border_in_the_past_is_refused(folder: Path, whole: list[tuple[Any, ...]]) -> None:
+    name, file = "moved", folder / "stages.toml"
+    train(folder, name, "--exit-interval", 5)
+    text = file.read_text()
+    try:
+        file.write_text(text.replace("from-sample = 12", "from-sample = 16"))
+        said = train(folder, name, code=1)
+    finally:
+        file.write_text(text)
+    assert "stage that began at sample 12" in said and "in the past" in said
+    train(folder, name)
+    assert curve(folder, name) == whole
