@@ -61,18 +61,19 @@ class Datasets:
         return tuple(part.data.prefix for part in self._parts("train") if part.by_tokens)
 
     def notes(self) -> list[str]:
-        """Sentences on properties that may surprise a user: made-up data, documents that --split divides."""
+        """Sentences on properties that may surprise a user: made-up data, masks, documents that --split divides."""
         if isinstance(self.train, MockSamples):
             floor = log(self.train.vocab_size)
             return [f"--mock-data: tokens are made up; the loss goes to ln(--vocab-size) = {floor:.4f}"]
-        divided = [part.data for part in self._parts("train") if part.by_tokens]
-        if not divided:
-            return []
-        shown = [f"{data.prefix} ({things(data.num_documents, 'document')})" for data in divided[:3]]
-        more = f" and {len(divided) - 3} more" if len(divided) > 3 else ""
-        return [
-            f"validation and test are cut from the end of {', '.join(shown)}{more}, by tokens (--split, --split-by)"
-        ]
+        notes = []
+        if masked := [data for data in self.corpora if data.masked]:
+            named = _listed([f"{_counted(data)} of {data.prefix}" for data in masked])
+            rest = "; all tokens of the other corpora count" if len(masked) < len(self.corpora) else ""
+            notes.append(f"loss masks: of the tokens, {named} count as targets{rest}")
+        if divided := [part.data for part in self._parts("train") if part.by_tokens]:
+            named = _listed([f"{data.prefix} ({things(data.num_documents, 'document')})" for data in divided])
+            notes.append(f"validation and test are cut from the end of {named}, by tokens (--split, --split-by)")
+        return notes
 
     def repeats(self, split: str, eval_iters: int, batch_size: int) -> str:
         """Warn if an evaluation has more samples than a split of all corpora together; else ""."""
@@ -100,6 +101,16 @@ class Datasets:
             return {}
         assert isinstance(self.train, BlendedDataset)
         return dict(zip(self.named, self.train.counts(consumed_samples), strict=True))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _counted(data: IndexedDataset) -> str:
+    """The share of a corpus' tokens that count as targets, from the number in PREFIX.json."""
+    targets = read_about(data).get("num_targets")
+    return "some" if targets is None else f"{targets / max(1, data.num_tokens):.1%}"
 
 
 def mock_datasets(seq_length: int, seed: int, vocab_size: int) -> Datasets:

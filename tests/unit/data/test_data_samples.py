@@ -159,7 +159,7 @@ def test_cache_is_not_mistaken_for_that_of_another_split_or_an_older_corpus(tmp_
         prefix = write_corpus(tmp_path / "c", documents)
         for name, own in (("train", documents[:20]), ("validation", documents[20:])):
             dataset = GPTDataset(prefix, "1,1", name, 5, seed=1)
-            tokens = dataset._stream(0, dataset.num_tokens).tolist()
+            tokens = dataset._stream(0, dataset.num_tokens)[0].tolist()
             assert sorted(tokens) == sorted(token for document in own for token in document)
 
 
