@@ -1,8 +1,8 @@
 """Fingerprints of corpora: do a resumed run and all ranks read the same tokens?
 
 A fingerprint is a short text, "SAMPLED:CHECKSUM". The first part is a hash of the sizes of both files, of both ends of
-the index and of a few stretches of the tokens and of their mask. The second is a hash of the checksums in PREFIX.json, so that one
-changed token anywhere changes the fingerprint; "-" without PREFIX.json.
+the index and of a few stretches of the tokens and of their mask. The second is a hash of the checksums in PREFIX.json,
+so that one changed token anywhere changes the fingerprint; "-" without PREFIX.json.
 """
 
 import hashlib

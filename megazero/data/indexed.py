@@ -116,10 +116,15 @@ class IndexedDataset:
 
     def mask(self, start: int, stop: int) -> Mask:
         """Whether each of tokens [start, stop) counts as a target. All do if there is no mask."""
+        counts: Mask = self.mask_bytes(start, stop) == 1
+        return counts
+
+    def mask_bytes(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """The bytes of the mask of tokens [start, stop), read-only."""
         assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
         if self._mask_identity is None:
-            return np.ones(stop - start, np.bool_)
-        return self._read(".mask", self._mask_identity, np.dtype(np.uint8), start, stop) == 1
+            return np.ones(stop - start, np.uint8)
+        return self._read(".mask", self._mask_identity, np.dtype(np.uint8), start, stop)
 
     def _read(self, end: str, identity: Identity, dtype: np.dtype[Any], start: int, stop: int) -> npt.NDArray[Any]:
         path, count = self.prefix + end, (stop - start) * dtype.itemsize

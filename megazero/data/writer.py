@@ -192,9 +192,9 @@ def publish(stem: str, prefix: str) -> None:
 class IndexedWriter(CorpusParts):
     """Writes a corpus in one pass; a context manager.
 
-    The files get their names only if the block ends without an exception: `.bin` first, then `.mask` (if `masked`) and
-    `prefix.json` (if `about` is given), `.idx` last. Without the `.idx` there is no corpus. An exception, also that of a full disk, leaves
-    nothing behind.
+    The files get their names only if the block ends without an exception: `.bin` first, then `.mask` (if `masked`),
+    `prefix.json` (if `about` is given), `.idx` last. Without the `.idx` there is no corpus. An exception, also that of
+    a full disk, leaves nothing behind.
 
     `about`, e.g. {"tokenizer": SPEC, "vocab_size": N}, goes to `prefix.json` with the counts and checksums.
     """
