@@ -133,10 +133,20 @@ class Run:
                 bar.advance(len(chunk.raw), chunk.disk_bytes, tokens)
                 self._commit_if_due()
             for key, part in zip(self.keys, self.parts, strict=True):
-                if part.num_documents == 0 and self.options.partition.endswith("/1"):
-                    raise ValueError(f"--input {' '.join(self.options.input)}: no document has any text under {key!r}")
+                self._refuse_useless(key, part)
             self._commit()
             self._finish()
+
+    def _refuse_useless(self, key: str, part: CorpusParts) -> None:
+        """Raise ValueError for a corpus without a token, or without a target; not for a part of one."""
+        given = f"--input {' '.join(self.options.input)}"
+        if not self.options.partition.endswith("/1"):
+            return
+        if part.num_documents == 0:
+            raise ValueError(f"{given}: no document has any text under {key!r}")
+        if self.selection.masked and part.num_targets == 0:
+            wanted = "no message has the role assistant" if self.selection.chat else "keys with :1 hold no text"
+            raise ValueError(f"{given}: no token would count as a target, because {wanted}; correct the input")
 
     def _recall(self) -> None:
         """Read the hashes of finished documents again."""
@@ -330,7 +340,7 @@ def _tokenize_and_publish(
     text = counts.text_bytes - before
     print(f"{text / 1e6:,.1f} MB in {seconds:.1f} s: {text / 1e6 / seconds:.2f} MB/s, by {run.encoder}")
     if prefix == options.output_prefix:
-        to_train([corpus.prefix for corpus in made])
+        to_train([corpus.prefix for corpus in made], masked=run.selection.masked)
     else:
         to_merge(options.output_prefix, run.keys, int(options.partition.split("/")[1]))
     return made

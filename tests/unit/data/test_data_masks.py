@@ -220,6 +220,7 @@ def test_conversations_in_columns(tmp_path: Path) -> None:
         (CHATML, TALK, "--json-keys a b:1", "--json-keys a b:1: only some keys have :0 or :1; give each one, or none"),
         (CHATML, TALK, "--json-keys a:0 b:0", "--json-keys a:0 b:0: no token would be a target; give :1 to the key"),
         (CHATML, TALK, "--json-keys a:0 a:1", "a key is given twice; give each once"),
+        (MARKED, TALK[:2], "--mask-from chat", "no token would count as a target, because no message has the role"),
         (CHATML, TALK, "--json-keys a:0 messages:1", "--json-keys a: the key is missing, there are messages"),
     ],
 )  # fmt: skip
