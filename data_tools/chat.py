@@ -26,7 +26,7 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DATE = "26 Jul 2024"
 FIXED_DATE = (
     "{% macro strftime_now(format) %}{{ '26 Jul 2024' if '%b' in format or '%B' in format else '2024-07-26' }}"
-    "{% endmacro %}"
+    "{% endmacro %}{{ '' }}"  # else the template's first newline would be left out
 )
 
 
@@ -53,10 +53,15 @@ class ChatTemplate:
         if not isinstance(tokenizer, FastTokenizer | TransformersTokenizer):
             raise self._missing()
         library = load_optional("transformers", "--mask-from chat")
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save(Path(folder))
-            self._backend = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        if not self._backend.chat_template:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                tokenizer.save(Path(folder))
+                self._backend = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            template = self._backend.get_chat_template() if self._backend.chat_template else None
+        except Exception as error:  # any exception of the library
+            reason = _first_line(error)
+            raise ValueError(f"--mask-from chat: transformers cannot read --tokenizer {spec}: {reason}") from error
+        if template is None:
             raise self._missing()
         if not self._backend.is_fast:
             raise ValueError(
@@ -69,9 +74,7 @@ class ChatTemplate:
                 f"--mask-from chat: transformers reads --tokenizer {spec} as a tokenizer that gives other ids; correct "
                 f"the tokenizer_class in its tokenizer_config.json"
             )
-        self.template: str = self._backend.get_chat_template()
-        if "strftime_now" in self.template:
-            self.template = FIXED_DATE + self.template
+        self.template = (FIXED_DATE if "strftime_now" in template else "") + template
         self._marked = GENERATION.search(self.template) is not None
 
     def _missing(self) -> ValueError:
@@ -105,8 +108,7 @@ class ChatTemplate:
         except (TemplateUnsuitable, MemoryError):
             raise
         except Exception as error:  # any exception of a template, or of the library
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
-            raise Malformed(f"is refused by the chat template: {reason}") from error
+            raise Malformed(f"is refused by the chat template: {_first_line(error)}") from error
         mask = np.zeros(len(found["input_ids"]), np.bool_)
         first, stop = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
         for begin, end in spans:
@@ -129,6 +131,10 @@ class ChatTemplate:
                 f"found; put {{% generation %}} and {{% endgeneration %}} around them in the template"
             )
         return len(before), len(after)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 @functools.cache

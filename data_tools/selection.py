@@ -7,7 +7,7 @@ MaskFrom = Literal["none", "chat"]
 
 
 class Selection(NamedTuple):
-    """What --json-keys and --mask-from ask for."""
+    """The choice made by --json-keys and --mask-from."""
 
     keys: tuple[str, ...]  # keys, or columns, that are read
     corpora: tuple[str, ...]  # KEY in the name of each corpus
@@ -16,7 +16,7 @@ class Selection(NamedTuple):
 
     @property
     def masked(self) -> bool:
-        """Whether the corpora have masks."""
+        """True if the corpora have loss masks."""
         return self.chat or bool(self.counted)
 
 

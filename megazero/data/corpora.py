@@ -3,9 +3,10 @@
 import random
 import re
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from math import log
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,12 @@ class Datasets:
             return [f"--mock-data: tokens are made up; the loss goes to ln(--vocab-size) = {floor:.4f}"]
         notes = []
         if masked := [data for data in self.corpora if data.masked]:
-            named = _listed([f"{_counted(data)} of {data.prefix}" for data in masked])
+            named = _listed((f"{_counted(data)} of {data.prefix}" for data in masked), len(masked))
             rest = "; all tokens of the other corpora count" if len(masked) < len(self.corpora) else ""
             notes.append(f"loss masks: of the tokens, {named} count as targets{rest}")
         if divided := [part.data for part in self._parts("train") if part.by_tokens]:
-            named = _listed([f"{data.prefix} ({things(data.num_documents, 'document')})" for data in divided])
+            shown = (f"{data.prefix} ({things(data.num_documents, 'document')})" for data in divided)
+            named = _listed(shown, len(divided))
             notes.append(f"validation and test are cut from the end of {named}, by tokens (--split, --split-by)")
         return notes
 
@@ -103,8 +105,9 @@ class Datasets:
         return dict(zip(self.named, self.train.counts(consumed_samples), strict=True))
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _listed(names: Iterable[str], count: int) -> str:
+    """Join the first of `count` names; the others are not made."""
+    return ", ".join(islice(names, 3)) + (f" and {count - 3} more" if count > 3 else "")
 
 
 def _counted(data: IndexedDataset) -> str:

@@ -115,12 +115,12 @@ class IndexedDataset:
         return self._read(".bin", self._identity, self.dtype.newbyteorder("<"), start, stop)
 
     def mask(self, start: int, stop: int) -> Mask:
-        """Whether each of tokens [start, stop) counts as a target. All do if there is no mask."""
+        """Return, for each of tokens [start, stop), whether it counts as a target. All do if there is no mask."""
         counts: Mask = self.mask_bytes(start, stop) == 1
         return counts
 
     def mask_bytes(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """The bytes of the mask of tokens [start, stop), read-only."""
+        """Return the bytes of the mask of tokens [start, stop), uint8, read-only."""
         assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
         if self._mask_identity is None:
             return np.ones(stop - start, np.uint8)

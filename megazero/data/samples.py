@@ -7,6 +7,7 @@ Sample i of the stream is its tokens i s to i s + s: s + 1 tokens, of which the 
 targets. So two neighbours share one token. A sample may run across documents and into the next epoch. The samples that
 begin in one epoch are shuffled among themselves. So `dataset[i]` depends on (corpus, split, s, seed) only, not on the
 length of the run, the batch size or the layout: a run can be extended, or resumed in another layout.
+The bytes of the corpus' mask, if it has one, decide which targets count.
 """
 
 import functools

@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[int, list[object]]] = {
 
 
 def counted(ids: torch.Tensor) -> torch.Tensor:
-    """Whether each token is the assistant's: known from its id alone."""
+    """Find the tokens of the assistant, by their ids alone."""
     return (ids == TURN_END) | (ids == EOD) | (ids >= FIRST_ANSWER)
 
 

@@ -397,7 +397,7 @@ def test_the_start_reports_the_share_of_targets(tmp_path: Path) -> None:
 
 
 def test_another_mask_is_another_corpus(tmp_path: Path) -> None:
-    """For a resumed run, and for ranks that read different copies."""
+    """A resumed run, and ranks that read different copies, compare fingerprints."""
     documents, prints = numbered_documents(40), []
     for number, rule in enumerate((third, odd_or_end)):
         prints.append(fingerprint(write_masked(tmp_path / str(number), documents, rule)))
