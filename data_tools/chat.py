@@ -56,7 +56,9 @@ class ChatTemplate:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 tokenizer.save(Path(folder))
-                self._backend = library.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+                self._backend = library.AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False
+                )
             template = self._backend.get_chat_template() if self._backend.chat_template else None
         except Exception as error:  # any exception of the library
             reason = _first_line(error)
