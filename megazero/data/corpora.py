@@ -3,10 +3,9 @@
 import random
 import re
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import islice
 from math import log
 from pathlib import Path
 from typing import Any
@@ -66,16 +65,26 @@ class Datasets:
         if isinstance(self.train, MockSamples):
             floor = log(self.train.vocab_size)
             return [f"--mock-data: tokens are made up; the loss goes to ln(--vocab-size) = {floor:.4f}"]
-        notes = []
-        if masked := [data for data in self.corpora if data.masked]:
-            named = _listed((f"{_counted(data)} of {data.prefix}" for data in masked), len(masked))
-            rest = "; all tokens of the other corpora count" if len(masked) < len(self.corpora) else ""
-            notes.append(f"loss masks: of the tokens, {named} count as targets{rest}")
-        if divided := [part.data for part in self._parts("train") if part.by_tokens]:
-            shown = (f"{data.prefix} ({things(data.num_documents, 'document')})" for data in divided)
-            named = _listed(shown, len(divided))
-            notes.append(f"validation and test are cut from the end of {named}, by tokens (--split, --split-by)")
-        return notes
+        return [*self._masked(), *self._divided()]
+
+    def _masked(self) -> list[str]:
+        masked = [data for data in self.corpora if data.masked]
+        if not masked:
+            return []
+        shown = [f"{_counted(data)} of {data.prefix}" for data in masked[:3]]
+        more = f" and {len(masked) - 3} more" if len(masked) > 3 else ""
+        others = "; all tokens of the other corpora count" if len(masked) < len(self.corpora) else ""
+        return [f"loss masks: of the tokens, {', '.join(shown)}{more} count as targets{others}"]
+
+    def _divided(self) -> list[str]:
+        divided = [part.data for part in self._parts("train") if part.by_tokens]
+        if not divided:
+            return []
+        shown = [f"{data.prefix} ({things(data.num_documents, 'document')})" for data in divided[:3]]
+        more = f" and {len(divided) - 3} more" if len(divided) > 3 else ""
+        return [
+            f"validation and test are cut from the end of {', '.join(shown)}{more}, by tokens (--split, --split-by)"
+        ]
 
     def repeats(self, split: str, eval_iters: int, batch_size: int) -> str:
         """Warn if an evaluation has more samples than a split of all corpora together; else ""."""
@@ -103,11 +112,6 @@ class Datasets:
             return {}
         assert isinstance(self.train, BlendedDataset)
         return dict(zip(self.named, self.train.counts(consumed_samples), strict=True))
-
-
-def _listed(names: Iterable[str], count: int) -> str:
-    """Join the first of `count` names; the others are not made."""
-    return ", ".join(islice(names, 3)) + (f" and {count - 3} more" if count > 3 else "")
 
 
 def _counted(data: IndexedDataset) -> str:
