@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check whole corpora: the index, the checksums, that every id is in the vocabulary."""
+"""Check whole corpora: the index, the checksums, that every id is in the vocabulary, the loss mask."""
 
 import sys
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ PROGRAM = "check_dataset.py"
 
 @dataclass(frozen=True)
 class Options:
-    """Check whole corpora: the index, the checksums in PREFIX.json, that every id is in the vocabulary.
+    """Check whole corpora: the index, the checksums in PREFIX.json, every id, the bytes of the loss mask.
 
     Exit code 0 without a fault, 2 at the first fault, which is named. Reads every byte once or twice.
 
@@ -50,7 +50,7 @@ def check(prefix: str, tokenizer: str = "") -> str:
     size = data.num_tokens * data.dtype.itemsize
     with progress_bar("checking", 2 * size) as bar:
         checked = verify(data, advance=lambda done: bar.advance(done, done))
-        largest = -1
+        largest, targets = -1, 0
         for at in range(0, data.num_tokens, CHUNK):
             ids = data.tokens(at, min(at + CHUNK, data.num_tokens))
             high, low = int(ids.max()), int(ids.min())
@@ -61,14 +61,28 @@ def check(prefix: str, tokenizer: str = "") -> str:
                     f"--input {prefix}: {prefix}.bin holds token id {wrong} among tokens {at:,} to {at + ids.size:,}, "
                     f"outside the vocabulary of {vocab_size}; preprocess the text again"
                 )
+            marks = data.mask_bytes(at, at + ids.size)
+            if int(marks.max()) > 1:
+                raise ValueError(
+                    f"--input {prefix}: {prefix}.mask holds byte {int(marks.max())} among tokens {at:,} to "
+                    f"{at + ids.size:,}, and only 0 and 1 are known; preprocess the text again"
+                )
+            targets += int(marks.sum())
             bar.advance(ids.nbytes, ids.nbytes, ids.size)
     if about.get("max_id", largest) != largest:
         raise ValueError(
             f"--input {prefix}: {prefix}.json has max_id {about['max_id']}, and the largest id is {largest}"
         )
+    if about.get("num_targets", targets) != targets:
+        raise ValueError(
+            f"--input {prefix}: {prefix}.json has num_targets {about['num_targets']}, and {targets} tokens count in "
+            f"{prefix}.mask"
+        )
+    masked = f", {things(targets, 'target')}" if data.masked else ""
     within = f"ids 0 to {largest:,}" + (f" of a vocabulary of {vocab_size:,}" if vocab_size is not None else "")
     sums = "checksums right" if checked else "no checksums, because PREFIX.json is missing or has none"
-    return f"{prefix}: {things(data.num_documents, 'document')}, {things(data.num_tokens, 'token')}, {within}; {sums}"
+    documents, tokens = things(data.num_documents, "document"), things(data.num_tokens, "token")
+    return f"{prefix}: {documents}, {tokens}{masked}, {within}; {sums}"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,13 +1,17 @@
-"""Documents of a chunk: the texts under the --json-keys, or the faults of a line."""
+"""Documents of a chunk: the values under the --json-keys, or the faults of a line."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from data_tools.reading import Chunk
 
-Texts = tuple[str, ...]
+Value = TypeVar("Value")
+
+
+class Malformed(Exception):
+    """A value that is no document. `args[0]`: its fault, after "the key"."""
 
 
 @dataclass(frozen=True)
@@ -21,24 +25,36 @@ class Bad:
         return f"{self.where}: {self.fault}"
 
 
-def documents_of(chunk: Chunk, keys: Sequence[str]) -> Iterator[Texts | Bad]:
-    """Each document's texts, one per key, in order. Blank lines are not documents."""
+def documents_of(chunk: Chunk, keys: Sequence[str], read: Callable[[Any], Value]) -> Iterator[tuple[Value, ...] | Bad]:
+    """Each document's values, one per key, in order. Blank lines are not documents.
+
+    Args:
+        read: makes a value of the object under a key, such as `text_of`; raises `Malformed`.
+    """
     if chunk.source.kind in ("text", "stdin-text"):
-        yield _text_of(chunk)
+        try:
+            yield (read(chunk.raw.decode("utf-8-sig")),)
+        except UnicodeDecodeError as error:
+            yield Bad(chunk.where(0), f"{_codec_fault(error)}; it is no UTF-8 text")
     elif chunk.source.kind in ("jsonl", "stdin"):
-        yield from _of_lines(chunk, keys)
+        yield from _of_lines(chunk, keys, read)
     else:
-        yield from _of_rows(chunk, keys)
+        yield from _of_rows(chunk, keys, read)
 
 
-def _text_of(chunk: Chunk) -> Texts | Bad:
-    try:
-        return (chunk.raw.decode("utf-8-sig"),)
-    except UnicodeDecodeError as error:
-        return Bad(chunk.where(0), f"{_codec_fault(error)}; it is no UTF-8 text")
+def text_of(value: Any) -> str:
+    """The text of a string, or of bytes in UTF-8."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise Malformed("is no string") from error
+    if not isinstance(value, str):
+        raise Malformed("is no string")
+    return well_formed(value)
 
 
-def _of_lines(chunk: Chunk, keys: Sequence[str]) -> Iterator[Texts | Bad]:
+def _of_lines(chunk: Chunk, keys: Sequence[str], read: Callable[[Any], Value]) -> Iterator[tuple[Value, ...] | Bad]:
     for number, line in enumerate(chunk.raw.split(b"\n")):
         if not line or line.isspace():
             continue
@@ -52,45 +68,39 @@ def _of_lines(chunk: Chunk, keys: Sequence[str]) -> Iterator[Texts | Bad]:
             reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
             yield Bad(chunk.where(number), f"malformed JSON: {reason}")
         else:
-            yield _texts(document, keys, chunk, number)
+            if isinstance(document, dict):
+                yield _values(document, keys, read, chunk.where(number), "key")
+            else:
+                yield Bad(chunk.where(number), f"expected a JSON object, found {type(document).__name__}")
 
 
-def _texts(document: Any, keys: Sequence[str], chunk: Chunk, number: int) -> Texts | Bad:
-    if not isinstance(document, dict):
-        return Bad(chunk.where(number), f"expected a JSON object, found {type(document).__name__}")
-    texts = []
+def _values(
+    document: dict[str, Any], keys: Sequence[str], read: Callable[[Any], Value], where: str, noun: str
+) -> tuple[Value, ...] | Bad:
+    values = []
     for key in keys:
-        text = document.get(key)
-        if not isinstance(text, str):
-            known = ", ".join(map(str, document))[:200]
-            found = "is no string" if key in document else f"is missing, there are {known or 'none'}"
-            return Bad(chunk.where(number), f"--json-keys {key}: the key {found}")
-        texts.append(text if text.isascii() else _well_formed(text))
-    return tuple(texts)
+        try:
+            if key not in document:
+                raise Malformed(f"is missing, there are {', '.join(map(str, document))[:200] or 'none'}")
+            values.append(read(document[key]))
+        except Malformed as error:
+            return Bad(where, f"--json-keys {key}: the {noun} {error}")
+    return tuple(values)
 
 
-def _of_rows(chunk: Chunk, keys: Sequence[str]) -> Iterator[Texts | Bad]:
+def _of_rows(chunk: Chunk, keys: Sequence[str], read: Callable[[Any], Value]) -> Iterator[tuple[Value, ...] | Bad]:
     import pyarrow as pa
 
     table = pa.ipc.open_stream(chunk.raw).read_all()
     columns = [table.column(key).to_pylist() for key in keys]
+
+    def of_row(value: Any) -> Value:
+        if value is None:
+            raise Malformed("is empty (null)")
+        return read(value)
+
     for number, row in enumerate(zip(*columns, strict=True)):
-        texts = tuple(_decoded(text) for text in row)
-        wrong = [k for k, text in enumerate(texts) if text is None]
-        if wrong:
-            found = "is empty (null)" if row[wrong[0]] is None else "is no string"
-            yield Bad(chunk.where(number), f"--json-keys {keys[wrong[0]]}: the column {found}")
-        else:
-            yield texts  # type: ignore[misc]
-
-
-def _decoded(value: Any) -> str | None:
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            return None
-    return value if isinstance(value, str) else None
+        yield _values(dict(zip(keys, row, strict=True)), keys, of_row, chunk.where(number), "column")
 
 
 def _codec_fault(error: UnicodeDecodeError) -> str:
@@ -98,8 +108,10 @@ def _codec_fault(error: UnicodeDecodeError) -> str:
     return f"invalid start byte or sequence: byte {byte:#04x} at {error.start} is no UTF-8"
 
 
-def _well_formed(text: str) -> str:
+def well_formed(text: str) -> str:
     """Replace half a surrogate pair, which JSON allows and tokenizers refuse, by U+FFFD."""
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -19,8 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from data_tools.documents import Bad, documents_of
-from data_tools.reading import Chunk
+from data_tools.chat import Conversation, cached_template
+from data_tools.documents import Bad, documents_of, text_of
+from data_tools.reading import Chunk, read_chunks
+from data_tools.selection import Selection
+from data_tools.sources import Source
+from megazero.data.indexed import Mask
 from megazero.data.tokenizer import PROBE, FastTokenizer, TiktokenTokenizer, Tokenizer, load_tokenizer
 
 # Chunks in flight for each worker: one that it encodes, and some that wait, so that no worker runs out of chunks
@@ -30,6 +34,8 @@ CHUNKS_PER_WORKER = 4
 WAITING_BYTES = 256 << 20
 # Characters of a chunk that the tokenizer encodes too if gigatoken encodes the chunk.
 SPOT_CHECK = 2000
+# Text, and number of sources, on which gigatoken is compared with the tokenizer before it is used.
+SAMPLE_CHARACTERS, SAMPLE_SOURCES = 1 << 16, 4
 
 # Growth of a process in bytes at which gigatoken's tokenizer is made again.
 CACHE_BYTES = 96 << 20
@@ -47,7 +53,7 @@ class Job:
     """Settings of a worker. `dtype`: name of the token type. `digests`: hash each document, for --dedup."""
 
     tokenizer: str
-    keys: tuple[str, ...]
+    selection: Selection
     append_eod: bool
     dtype: str
     gigatoken: bool = False
@@ -56,21 +62,42 @@ class Job:
 
 @dataclass(frozen=True)
 class Column:
-    """The documents of a chunk under one key: `ids` one after another, `lengths` in tokens, 0 if empty."""
+    """The documents of a chunk in one corpus: `ids` one after another, `lengths` in tokens, 0 if empty.
+
+    `mask`: whether each token counts as a target; None: the corpus has no mask.
+    """
 
     ids: npt.NDArray[Any]
     lengths: npt.NDArray[np.int64]
+    mask: Mask | None = None
 
     def select(self, kept: npt.NDArray[np.bool_]) -> "Column":
         """Select the documents for which `kept` is true."""
         if kept.all():
             return self
-        return Column(self.ids[np.repeat(kept, self.lengths)], self.lengths[kept])
+        tokens = np.repeat(kept, self.lengths)
+        return Column(self.ids[tokens], self.lengths[kept], None if self.mask is None else self.mask[tokens])
+
+    @classmethod
+    def of_keys(cls, columns: Sequence["Column"], counted: Sequence[bool]) -> "Column":
+        """Join the texts of each document, a column per key; `counted`: whether a key's tokens are targets."""
+        lengths = np.stack([column.lengths for column in columns], axis=1)  # [documents, keys]
+        owner = np.repeat(np.tile(np.arange(len(columns)), len(lengths)), lengths.ravel())  # the key of each token
+        ids = np.empty(owner.size, np.int64)
+        for key, column in enumerate(columns):
+            ids[owner == key] = column.ids
+        return cls(ids, lengths.sum(axis=1), np.array(counted)[owner])
+
+    @classmethod
+    def of_conversations(cls, found: Sequence[Conversation]) -> "Column":
+        lengths = np.array([each.ids.size for each in found], np.int64)
+        ids = np.concatenate([np.zeros(0, np.int64), *(each.ids for each in found)])
+        return cls(ids, lengths, np.concatenate([np.zeros(0, np.bool_), *(each.mask for each in found)]))
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One `Column` per key; the lines that are no documents; 16-byte hashes of the documents, uint64 [D, 2]."""
+    """One `Column` per corpus; the lines that are no documents; 16-byte hashes of the documents, uint64 [D, 2]."""
 
     columns: list[Column]
     bad: list[Bad]
@@ -79,28 +106,45 @@ class Encoded:
 
 def encode_chunk(job: Job, chunk: Chunk) -> Encoded:
     """Encode all documents of a chunk."""
-    found = list(documents_of(chunk, job.keys))
-    bad = [each for each in found if isinstance(each, Bad)]
-    documents = [each for each in found if not isinstance(each, Bad)]
-    tokenizer = cached_tokenizer(job.tokenizer)
-    columns = []
-    for k in range(len(job.keys)):
-        texts = [document[k] for document in documents]
-        try:
-            ids, lengths = _encode(job, tokenizer, texts, chunk)
-            columns.append(_column(job, tokenizer, ids, lengths))
-        except (GigatokenDiffers, ValueError):
-            raise
-        except Exception as error:  # any exception of a tokenizer's library
-            raise ValueError(f"{chunk.where(0)}: --tokenizer {job.tokenizer} fails on it: {error}") from error
+    bad, contents = list[Bad](), list[bytes]()
+    encode = _conversations if job.selection.chat else _texts
+    columns = [_finished(job, column) for column in encode(job, chunk, bad, contents)]
     digests = None
     if job.digests:
-        raw = b"".join(hashlib.blake2b("\0".join(texts).encode(), digest_size=16).digest() for texts in documents)
+        raw = b"".join(hashlib.blake2b(content, digest_size=16).digest() for content in contents)
         digests = np.frombuffer(raw, np.uint64).reshape(-1, 2)
     return Encoded(columns, bad, digests)
 
 
-def _column(job: Job, tokenizer: Tokenizer, ids: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> Column:
+def _conversations(job: Job, chunk: Chunk, bad: list[Bad], contents: list[bytes]) -> list[Column]:
+    """Return a column per key; append the bad lines, and, for --dedup, the bytes of documents that are compared."""
+    keys, found = job.selection.keys, list[tuple[Conversation, ...]]()
+    for each in documents_of(chunk, keys, cached_template(job.tokenizer).encode):
+        bad.append(each) if isinstance(each, Bad) else found.append(each)
+    if job.digests:
+        contents += [b"".join(part.ids.tobytes() + part.mask.tobytes() for part in each) for each in found]
+    return [Column.of_conversations([each[k] for each in found]) for k in range(len(keys))]
+
+
+def _texts(job: Job, chunk: Chunk, bad: list[Bad], contents: list[bytes]) -> list[Column]:
+    """Return a column per key, or one of all keys; `bad`, `contents` as for `_conversations`."""
+    keys, found = job.selection.keys, list[tuple[str, ...]]()
+    for each in documents_of(chunk, keys, text_of):
+        bad.append(each) if isinstance(each, Bad) else found.append(each)
+    if job.digests:
+        contents += ["\0".join(each).encode() for each in found]
+    try:
+        columns = [Column(*_encode(job, [each[k] for each in found], chunk)) for k in range(len(keys))]
+    except (GigatokenDiffers, ValueError):
+        raise
+    except Exception as error:  # any exception of a tokenizer's library
+        raise ValueError(f"{chunk.where(0)}: --tokenizer {job.tokenizer} fails on it: {error}") from error
+    return [Column.of_keys(columns, job.selection.counted)] if job.selection.counted else columns
+
+
+def _finished(job: Job, column: Column) -> Column:
+    """Return the column in the type of the file, with ends of documents."""
+    ids, lengths, mask = column.ids, column.lengths, column.mask
     limits = np.iinfo(job.dtype)
     if ids.size and (int(ids.max()) > limits.max or int(ids.min()) < limits.min):
         raise ValueError(
@@ -110,16 +154,17 @@ def _column(job: Job, tokenizer: Tokenizer, ids: npt.NDArray[Any], lengths: npt.
     ids = ids.astype(job.dtype, copy=False)
     if job.append_eod:
         full = lengths > 0
-        ids = np.insert(ids, np.cumsum(lengths)[full], tokenizer.eod)
+        ends = np.cumsum(lengths)[full]
+        ids = np.insert(ids, ends, cached_tokenizer(job.tokenizer).eod)
+        mask = None if mask is None else np.insert(mask, ends, mask[ends - 1])  # the end counts with the last token
         lengths = lengths + full
     if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
         raise ValueError(f"a document has {int(lengths.max()):,} tokens, and the format holds 2^31 - 1; divide it")
-    return Column(ids, lengths)
+    return Column(ids, lengths, mask)
 
 
-def _encode(
-    job: Job, tokenizer: Tokenizer, texts: Sequence[str], chunk: Chunk
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+def _encode(job: Job, texts: Sequence[str], chunk: Chunk) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+    tokenizer = cached_tokenizer(job.tokenizer)
     if not job.gigatoken:
         return tokenizer.encode_flat(texts)
     fast = fast_tokenizer(job.tokenizer)
@@ -200,6 +245,23 @@ def check_same(fast: BoundedGigatoken, tokenizer: Tokenizer, texts: Sequence[str
     expected, expected_lengths = tokenizer.encode_flat(texts)
     if not (np.array_equal(ids, expected) and np.array_equal(lengths, expected_lengths)):
         raise GigatokenDiffers(where)
+
+
+def sample_texts(sources: Sequence[Source], keys: Sequence[str]) -> list[str]:
+    """Text from the beginning of a few sources, the first and the last among them; none from a stream."""
+    files = [source for source in sources if source.kind not in ("stream", "stdin", "stdin-text")]
+    chosen = sorted({len(files) * k // SAMPLE_SOURCES for k in range(SAMPLE_SOURCES)} | {len(files) - 1})
+    texts: list[str] = []
+    for source in (files[k] for k in chosen if 0 <= k < len(files)):
+        taken = 0
+        chunk = next(read_chunks([source], keys), None)
+        for document in documents_of(chunk, keys, text_of) if chunk else ():
+            if not isinstance(document, Bad):
+                texts += [text[: SAMPLE_CHARACTERS - taken] for text in document]
+                taken += sum(map(len, document))
+            if taken >= SAMPLE_CHARACTERS:
+                break
+    return texts
 
 
 def trust_gigatoken(spec: str, samples: Sequence[str]) -> str:

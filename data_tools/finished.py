@@ -34,7 +34,9 @@ def refuse_other(output: str, found: Any, record: Mapping[str, str], sources: Se
         reason = "there is no record of the options that made it"
     else:
         unknown = any(source.kind in ("stdin", "stdin-text") for source in sources)
-        other = [flag for flag in record if found.get(flag) != record[flag] or (flag == "--input" and unknown)]
+        other = [flag for flag in {**record, **found} if found.get(flag) != record.get(flag)]
+        if unknown and "--input" not in other:
+            other.insert(0, "--input")
         if not other:
             return
         reason = f"it was made with other {', '.join(other)}"

@@ -59,7 +59,8 @@ class WorkFolder:
             job, state = found["job"], found["state"]
         except (KeyError, ValueError) as error:
             raise ValueError(f"--output-prefix {prefix}: {self.path / JOURNAL} is damaged; {way_out}") from error
-        differs = [key for key in self.job if not isinstance(job, dict) or job.get(key) != self.job[key]]
+        known = job if isinstance(job, dict) else {}
+        differs = [key for key in {**self.job, **known} if known.get(key) != self.job.get(key)]
         if differs:
             raise ValueError(
                 f"--output-prefix {prefix}: {self.path} holds the unfinished work of another run, with other "

@@ -40,7 +40,7 @@ class Options:
     input: tuple[str, ...]
     """Prefixes of corpora. PREFIX.idx is accepted, so that a glob of the shell works."""
     output_prefix: str
-    """Prefix of the corpus to write: P.bin, P.idx and P.json."""
+    """Prefix of the corpus to write: P.bin, P.idx and P.json, and P.mask if the parts have loss masks."""
 
 
 def merge(inputs: Sequence[str], output_prefix: str) -> IndexedWriter:
@@ -62,17 +62,18 @@ def merge(inputs: Sequence[str], output_prefix: str) -> IndexedWriter:
     about = _joined(abouts) if all(abouts) else None
     if about is not None:
         _copy_tokenizer(about, prefixes[0], output_prefix)
-    writer = IndexedWriter(output_prefix, parts[0].dtype, about)
+    writer = IndexedWriter(output_prefix, parts[0].dtype, about, masked=parts[0].masked)
     with writer, progress_bar("joining", sum(part.num_tokens * part.dtype.itemsize for part in parts)) as bar:
         for part in parts:
-            for ids, lengths, ends in pieces(part):
-                writer.add_documents(ids, lengths, ends)
+            for start, stop, lengths, ends in pieces(part):
+                ids = part.tokens(start, stop)
+                writer.add_documents(ids, lengths, ends, part.mask(start, stop) if part.masked else None)
                 bar.advance(ids.nbytes, ids.nbytes, ids.size)
     return writer
 
 
-def pieces(data: IndexedDataset) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield a corpus in pieces of whole documents: tokens, sequence lengths, number of sequences up to each end."""
+def pieces(data: IndexedDataset) -> Iterator[tuple[int, int, Any, Any]]:
+    """Yield a corpus in pieces of whole documents: range of tokens, sequence lengths, sequences up to each end."""
     bounds, starts = data.document_indices, data.document_starts
     document = 0
     while document < data.num_documents:
@@ -83,7 +84,7 @@ def pieces(data: IndexedDataset) -> Iterator[tuple[Any, Any, Any]]:
         stop = min(document + count, data.num_documents)
         first, last = int(bounds[document]), int(bounds[stop])
         ends = np.asarray(bounds[document + 1 : stop + 1]) - first
-        yield data.tokens(int(tokens[0]), int(tokens[stop - document])), np.asarray(data.lengths[first:last]), ends
+        yield int(tokens[0]), int(tokens[stop - document]), np.asarray(data.lengths[first:last]), ends
         document = stop
 
 
@@ -93,6 +94,12 @@ def _check_fit(parts: Sequence[IndexedDataset], abouts: Sequence[dict[str, Any]]
             raise ValueError(
                 f"--input {part.prefix} has {part.dtype.name} tokens, and {parts[0].prefix} {parts[0].dtype.name}; "
                 f"preprocess one of them again with --dtype"
+            )
+        if part.masked != parts[0].masked:
+            one, other = (part, parts[0]) if part.masked else (parts[0], part)
+            raise ValueError(
+                f"--input {one.prefix} has a loss mask, and {other.prefix} has none; preprocess one of them again, or "
+                f"train on both: --data-path {parts[0].prefix} {part.prefix}"
             )
         for key in SAME:
             if about and abouts[0] and about.get(key) != abouts[0].get(key):
@@ -105,7 +112,7 @@ def _check_fit(parts: Sequence[IndexedDataset], abouts: Sequence[dict[str, Any]]
 def _joined(abouts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The description of the joined corpus, as `preprocess_data.py` would have written it."""
     first = abouts[0]
-    written = ("version", "dtype", "num_documents", "num_tokens", "max_id", "checksum")
+    written = ("version", "dtype", "num_documents", "num_tokens", "max_id", "num_targets", "checksum")
     joined = {key: value for key, value in first.items() if key not in written}
     sources: dict[str, dict[str, Any]] = {}
     for about in abouts:

@@ -25,10 +25,13 @@ def to_preprocess(inputs: Sequence[str], output: str, json_keys: Sequence[str], 
     )
 
 
-def to_train(corpora: Sequence[str]) -> None:
-    """Print the command that trains on the corpora with these prefixes."""
-    run = ["--preset", "tiny", "--data-path", *corpora, "--save", "runs/a", "--log-dir", "runs/a"]
-    print_next("to train a small model on it", ["python", "pretrain_gpt.py", *run])
+def to_train(corpora: Sequence[str], masked: bool) -> None:
+    """Print the command that trains on the corpora with these prefixes, or fine-tunes if they have loss masks."""
+    purpose, model = "to train a small model on it", ["--preset", "tiny"]
+    if masked:
+        purpose, model = "to fine-tune a Hugging Face model on it", ["--finetune", "--load", "FOLDER"]
+    run = [*model, "--data-path", *corpora, "--save", "runs/a", "--log-dir", "runs/a"]
+    print_next(purpose, ["python", "pretrain_gpt.py", *run])
 
 
 def to_merge(prefix: str, keys: Sequence[str], count: int) -> None:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Show a .bin/.idx corpus: its size, its sources, the lengths of its documents, and their text."""
+"""Show a .bin/.idx corpus: its size, its sources, the lengths of its documents, their text and targets."""
 
 import io
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -23,10 +24,13 @@ from megazero.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 PROGRAM = "peek.py"
 # Tokens shown of each document, from its beginning.
 SHOWN_TOKENS = 200
+# Marks around, and the style of, tokens that a loss mask counts as targets.
+TARGETS, TARGET_STYLE = ("[[", "]]"), "bold green"
 # rich's page, with long lines wrapped.
 PAGE_WIDTH = 160
 PAGE = """<!doctype html>
@@ -40,6 +44,8 @@ body {{ color: {foreground}; background: {background}; }} pre {{ white-space: pr
 @dataclass(frozen=True)
 class Options:
     """Show a .bin/.idx corpus: its size, its sources, the lengths of its documents, and their text.
+
+    If it has a loss mask, [[ ]] are around the tokens that count as targets.
 
     example:
       python data_tools/peek.py data/corpus_text_document --documents 2 --html corpus.html
@@ -148,14 +154,25 @@ def print_corpus(console: "Console", data: IndexedDataset, count: int, tokenizer
     print_table(console, ["tokens in document", "documents", "share of tokens", ""], rows)
     count = min(count, data.num_documents)
     for number in (data.num_documents * k // count for k in range(count)):
-        shown = data.document(number, 0, SHOWN_TOKENS).tolist()
-        start, stop = data.document_starts(number, number + 2).tolist()
-        console.rule(f"document {number}: {stop - start:,} tokens")
-        text = tokenizer.decode(shown) if tokenizer else " ".join(map(str, shown))
-        text = text.encode("utf-8", "replace").decode()
-        console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
-        if left := stop - start - len(shown):
+        start, stop = data.span(number)
+        targets = f", {int(data.mask(start, stop).sum()):,} of them targets" if data.masked else ""
+        console.rule(f"document {number}: {stop - start:,} tokens{targets}")
+        shown = min(stop, start + SHOWN_TOKENS)
+        console.print(*beginning(data, start, shown, tokenizer), sep="", highlight=False, soft_wrap=True)
+        if left := stop - shown:
             console.print(f"... and {left:,} tokens more", highlight=False)
+
+
+def beginning(data: IndexedDataset, start: int, stop: int, tokenizer: Tokenizer | None) -> Iterator["Text"]:
+    """Yield the text of tokens [start, stop), or their ids; with a mask, in runs of targets and of other tokens."""
+    from rich.text import Text
+
+    mask = data.mask(start, stop) if data.masked else np.zeros(stop - start, np.bool_)
+    borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), stop - start]
+    for first, end in pairwise(borders):
+        ids = data.tokens(start + first, start + end).tolist()
+        text = (tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))).encode("utf-8", "replace").decode()
+        yield Text(text.join(TARGETS), TARGET_STYLE) if mask[first:end].any() else Text(text)
 
 
 def main(arguments: Sequence[str]) -> None:

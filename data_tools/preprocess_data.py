@@ -11,30 +11,30 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data_tools.documents import Bad, documents_of
 from data_tools.encoding import (
     Encoded,
     GigatokenDiffers,
     Job,
     cached_tokenizer,
     encode_all,
+    sample_texts,
     trust_gigatoken,
 )
 from data_tools.finished import record_of, refuse_other
 from data_tools.journal import Skipped, WorkFolder
 from data_tools.megatron import our_words
 from data_tools.next_step import to_merge, to_train
+from data_tools.preprocess_options import Options, selection_of, settings_of, token_type, workers_of
 from data_tools.reading import Chunk, Position, read_chunks
 from data_tools.seen import Seen
-from data_tools.sources import Format, Source, find_sources, partition
+from data_tools.sources import Source, find_sources, partition
 from data_tools.tool import check_workers, parse, progress_bar, run_tool
-from megazero.data.indexed import dtype_for
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.writer import CorpusParts, publish
 from megazero.files import OutputFile, read_json_object
@@ -45,58 +45,6 @@ PROGRAM = "preprocess_data.py"
 COMMIT_SECONDS, COMMIT_BYTES = 5.0, 64 << 20
 # Bad lines shown on stderr; all of them are in a file.
 SHOWN_BAD = 5
-# Text, and number of sources, on which gigatoken is compared with the tokenizer before it is used.
-SAMPLE_CHARACTERS, SAMPLE_SOURCES = 1 << 16, 4
-
-
-@dataclass(frozen=True)
-class Options:
-    """Turn text into the .bin/.idx token files that megazero and Megatron-LM train on.
-
-    Killed at any moment, or stopped by a full disk, it resumes when the same command is given again; the result is byte
-    for byte the same. Documents without a token are left out and counted. The tokenizer is saved next to the corpus.
-
-    example:
-      python data_tools/preprocess_data.py --input wiki.jsonl.zst news/ --output-prefix data/corpus --tokenizer
-      gpt2:gpt2_files --append-eod
-
-    then:
-      python pretrain_gpt.py --data-path data/corpus_text_document --tokenizer gpt2:gpt2_files ...
-    """
-
-    input: tuple[str, ...]
-    """JSON lines, one object per document (.jsonl, .json, .ndjson); text, one file per document (.txt, .md); either may
-    be .gz or .zst; .parquet; .arrow; folders and globs of these; - for JSON lines from standard input;
-    datasets:NAME[:SPLIT] for a data set of the `datasets` library: a folder of save_to_disk, a folder of data files, or
-    one of the hub."""
-    output_prefix: str
-    """Writes P_KEY_document.bin, .idx and .json for each of --json-keys, and the tokenizer into P_tokenizer."""
-    tokenizer: str
-    """A file or its folder, recognised: tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, a tiktoken
-    FILE with FILE.json; or with the kind named: gpt2:DIR, sentencepiece:FILE, tiktoken:FILE; or byte."""
-    input_format: Format = "auto"
-    """Format of all of --input. auto: by the names of the files."""
-    json_keys: tuple[str, ...] = ("text",)
-    """Keys, or columns, that hold text; a corpus for each."""
-    append_eod: bool = False
-    """End each document with the tokenizer's end-of-document token."""
-    workers: int = 0
-    """Processes that tokenize. 0: one per core."""
-    on_bad_line: Literal["stop", "skip"] = "stop"
-    """Action for a line that is no document. skip: leave it out, count it, and name it in P_skipped.txt."""
-    dtype: Literal["auto", "uint16", "int32"] = "auto"
-    """Type of a token in the file. auto: uint16 for a vocabulary below 65,500, else int32, as Megatron does."""
-    dedup: bool = False
-    """Leave out documents that are equal, byte for byte, to an earlier one. Takes 16 bytes of memory per document, and
-    up to three times that at moments."""
-    partition: str = "0/1"
-    """I/N: read only part I of N, of about equal size, and write P-0000I-of-0000N_KEY_document. For N machines.
-    merge_datasets.py joins the parts, in order, to the corpus that a single run would have made."""
-    gigatoken: bool = True
-    """Encode with gigatoken if it gives the same ids as the tokenizer: compared first on a sample of the text, then on
-    a stretch of every chunk."""
-    overwrite: bool = False
-    """Replace finished corpora of --output-prefix that were made from other inputs or with other options."""
 
 
 class Corpus(NamedTuple):
@@ -105,6 +53,7 @@ class Corpus(NamedTuple):
     prefix: str
     num_documents: int
     num_tokens: int
+    num_targets: int | None  # None without a loss mask
     dtype: str
 
 
@@ -127,9 +76,10 @@ class Run:
     ) -> None:
         """record: see `data_tools.finished`."""
         self.options, self.sources, self.prefix, self.work, self.record = options, sources, prefix, work, record
+        self.selection = selection_of(options)
         self.tokenizer: Tokenizer = cached_tokenizer(options.tokenizer)
         self.dtype = token_type(options, self.tokenizer)
-        self.keys = options.json_keys
+        self.keys = self.selection.corpora
         state = work.state or {}
         self.position = Position(**state.get("position", {}))
         nothing = Counts(empty=[0] * len(self.keys), arguments=[[[0, 0] for _ in options.input] for _ in self.keys])
@@ -141,9 +91,9 @@ class Run:
 
     def _choose_encoder(self) -> str:
         """Return "gigatoken" if it gives the same ids, else "tokenizer" with a warning."""
-        if not self.options.gigatoken or self.options.tokenizer == "byte":
+        if not self.options.gigatoken or self.options.tokenizer == "byte" or self.selection.chat:
             return "tokenizer"
-        why = trust_gigatoken(self.options.tokenizer, sample_texts(self.sources, self.keys))
+        why = trust_gigatoken(self.options.tokenizer, sample_texts(self.sources, self.selection.keys))
         if why:
             print(f"gigatoken is not used: {why}; --tokenizer {self.options.tokenizer} encodes", file=sys.stderr)
         return "tokenizer" if why else "gigatoken"
@@ -155,7 +105,8 @@ class Run:
         with ExitStack() as stack:
             self.parts = []
             for number, known in enumerate(corpora):
-                self.parts.append(CorpusParts(self.work.path / str(number), self.dtype, known))
+                stem = self.work.path / str(number)
+                self.parts.append(CorpusParts(stem, self.dtype, known, masked=self.selection.masked))
                 stack.callback(self.parts[-1].close)
             self.skipped = Skipped(self.work.path / "skipped", state.get("skipped"))
             stack.callback(self.skipped.close)
@@ -170,22 +121,32 @@ class Run:
             bar.advance(0, done.disk_bytes, counts=False)
             job = Job(
                 tokenizer=self.options.tokenizer,
-                keys=self.keys,
+                selection=self.selection,
                 append_eod=self.options.append_eod,
                 dtype=self.dtype,
                 gigatoken=self.encoder == "gigatoken",
                 digests=self.options.dedup,
             )
-            chunks = read_chunks(self.sources, self.keys, self.position)
+            chunks = read_chunks(self.sources, self.selection.keys, self.position)
             for chunk, encoded in encode_all(job, chunks, workers_of(self.options)):
                 tokens = self._write(chunk, encoded)
                 bar.advance(len(chunk.raw), chunk.disk_bytes, tokens)
                 self._commit_if_due()
             for key, part in zip(self.keys, self.parts, strict=True):
-                if part.num_documents == 0 and self.options.partition.endswith("/1"):
-                    raise ValueError(f"--input {' '.join(self.options.input)}: no document has any text under {key!r}")
+                self._refuse_useless(key, part)
             self._commit()
             self._finish()
+
+    def _refuse_useless(self, key: str, part: CorpusParts) -> None:
+        """Raise ValueError for a corpus without a token, or without a target; not for a part of one."""
+        given = f"--input {' '.join(self.options.input)}"
+        if not self.options.partition.endswith("/1"):
+            return
+        if part.num_documents == 0:
+            raise ValueError(f"{given}: no document has any text under {key!r}")
+        if self.selection.masked and part.num_targets == 0:
+            wanted = "no message has the role assistant" if self.selection.chat else "keys with :1 hold no text"
+            raise ValueError(f"{given}: no token would count as a target, because {wanted}; correct the input")
 
     def _recall(self) -> None:
         """Read the hashes of finished documents again."""
@@ -213,7 +174,7 @@ class Run:
         for k, column in enumerate(encoded.columns):
             column = column if kept is None else column.select(kept)
             full = column.lengths[column.lengths > 0].astype(np.int32)
-            self.parts[k].add_documents(column.ids, full)
+            self.parts[k].add_documents(column.ids, full, mask=column.mask)
             self.counts.empty[k] += column.lengths.size - full.size
             of_argument = self.counts.arguments[k][chunk.source.argument]
             of_argument[0] += full.size
@@ -283,7 +244,8 @@ class Run:
             target = f"{self.prefix}_{key}_document"
             publish(str(self.work.path / str(number)), target)
             counts = self.work.state["corpora"][number]
-            made.append(Corpus(target, counts["num_documents"], counts["num_tokens"], self.dtype))
+            targets = counts["mask"]["num_targets"] if "mask" in counts else None
+            made.append(Corpus(target, counts["num_documents"], counts["num_tokens"], targets, self.dtype))
         folder = self.work.path / "tokenizer"
         if folder.exists():
             shutil.rmtree(f"{self.prefix}_tokenizer", ignore_errors=True)
@@ -298,57 +260,11 @@ class Run:
         return made
 
 
-def token_type(options: Options, tokenizer: Tokenizer) -> str:
-    """Name of the type of a token. ValueError if --dtype cannot hold the vocabulary."""
-    name = dtype_for(tokenizer.vocab_size).name if options.dtype == "auto" else options.dtype
-    if tokenizer.vocab_size - 1 > np.iinfo(name).max:
-        raise ValueError(
-            f"--dtype {name} cannot hold the {tokenizer.vocab_size:,} ids of --tokenizer {options.tokenizer}; give "
-            f"int32, or leave it out"
-        )
-    return name
-
-
 def size_of(sources: Sequence[Source]) -> int:
     """Bytes on disk to read; 0 if one is a stream."""
     if any(source.kind in ("stream", "stdin", "stdin-text") for source in sources):
         return 0
     return round(sum(source.size * (source.end - source.begin) for source in sources))
-
-
-def workers_of(options: Options) -> int:
-    return options.workers or len(os.sched_getaffinity(0))
-
-
-def sample_texts(sources: Sequence[Source], keys: Sequence[str]) -> list[str]:
-    """Text from the beginning of a few sources, the first and the last among them; none from a stream."""
-    files = [source for source in sources if source.kind not in ("stream", "stdin", "stdin-text")]
-    chosen = sorted({len(files) * k // SAMPLE_SOURCES for k in range(SAMPLE_SOURCES)} | {len(files) - 1})
-    texts: list[str] = []
-    for source in (files[k] for k in chosen if 0 <= k < len(files)):
-        taken = 0
-        chunk = next(read_chunks([source], keys), None)
-        for document in documents_of(chunk, keys) if chunk else ():
-            if not isinstance(document, Bad):
-                texts += [text[: SAMPLE_CHARACTERS - taken] for text in document]
-                taken += sum(map(len, document))
-            if taken >= SAMPLE_CHARACTERS:
-                break
-    return texts
-
-
-def settings_of(options: Options) -> dict[str, Any]:
-    """All settings besides the inputs on which the result depends, by flag."""
-    tokenizer = cached_tokenizer(options.tokenizer)
-    return {
-        "--tokenizer": [options.tokenizer, tokenizer.identity],
-        "--json-keys": list(options.json_keys),
-        "--append-eod": options.append_eod,
-        "--dtype": token_type(options, tokenizer),
-        "--dedup": options.dedup,
-        "--partition": options.partition,
-        "--input-format": options.input_format,
-    }
 
 
 def preprocess(options: Options) -> list[Corpus]:
@@ -358,7 +274,8 @@ def preprocess(options: Options) -> list[Corpus]:
     nothing is committed, nothing is left.
     """
     check_workers(workers_of(options))
-    whole = find_sources(options.input, options.json_keys, options.input_format)
+    selection = selection_of(options)
+    whole = find_sources(options.input, selection.keys, options.input_format)
     sources = partition(whole, options.partition)
     tokenizer = cached_tokenizer(options.tokenizer)
     if options.append_eod:
@@ -392,7 +309,7 @@ def preprocess(options: Options) -> list[Corpus]:
 
 def _guard_finished(options: Options, sources: Sequence[Source], prefix: str, record: Mapping[str, str]) -> None:
     """Refuse to replace corpora that were made from other inputs or with other options."""
-    for target in (f"{prefix}_{key}_document" for key in options.json_keys):
+    for target in (f"{prefix}_{key}_document" for key in selection_of(options).corpora):
         if os.path.exists(f"{target}.idx") or os.path.exists(f"{target}.bin"):
             found = None
             with suppress(OSError, ValueError):  # a corpus of Megatron-LM, or a damaged one
@@ -414,7 +331,8 @@ def _tokenize_and_publish(
     for corpus, empty in zip(made, counts.empty, strict=True):
         documents, tokens = things(corpus.num_documents, "document"), things(corpus.num_tokens, "token")
         left_out = f"; {things(empty, 'empty document')} left out" if empty else ""
-        print(f"{corpus.prefix}: {documents}, {tokens}, {corpus.dtype}{left_out}")
+        targets = "" if corpus.num_targets is None else f", {things(corpus.num_targets, 'target')}"
+        print(f"{corpus.prefix}: {documents}, {tokens}{targets}, {corpus.dtype}{left_out}")
     if counts.duplicates:
         print(f"{things(counts.duplicates, 'document')} left out, equal to an earlier one")
     if skipped:
@@ -422,9 +340,9 @@ def _tokenize_and_publish(
     text = counts.text_bytes - before
     print(f"{text / 1e6:,.1f} MB in {seconds:.1f} s: {text / 1e6 / seconds:.2f} MB/s, by {run.encoder}")
     if prefix == options.output_prefix:
-        to_train([corpus.prefix for corpus in made])
+        to_train([corpus.prefix for corpus in made], masked=run.selection.masked)
     else:
-        to_merge(options.output_prefix, options.json_keys, int(options.partition.split("/")[1]))
+        to_merge(options.output_prefix, run.keys, int(options.partition.split("/")[1]))
     return made
 
 
@@ -437,7 +355,7 @@ def _leave(work: WorkFolder, error: BaseException) -> None:
         with suppress(OSError, ValueError):  # work after the commit only takes space
             stem = work.path / str(number)
             if not work.state["published"] and stem.with_suffix(".bin").exists():
-                CorpusParts(stem, known["dtype"], known).close()
+                CorpusParts(stem, known["dtype"], known, masked="mask" in known).close()
     done = work.state["counts"]["text_bytes"] / 1e6
     note = f"{done:,.0f} MB of text are done and kept in {work.path}: the same command resumes from there"
     if isinstance(error, KeyboardInterrupt):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data_tools.documents import Bad, documents_of
+from data_tools.documents import Bad, documents_of, text_of
 from data_tools.finished import record_of, refuse_other
 from data_tools.next_step import to_preprocess
 from data_tools.reading import read_chunks
@@ -71,7 +71,7 @@ def texts_of(options: Options, sources: Sequence[Source]) -> Iterator[list[str]]
     with progress_bar("counting words", sum(source.size for source in sources)) as bar:
         for chunk in read_chunks(sources, options.json_keys):
             texts: list[str] = []
-            for document in documents_of(chunk, options.json_keys):
+            for document in documents_of(chunk, options.json_keys, text_of):
                 if not isinstance(document, Bad):
                     texts += document
                 elif options.on_bad_line == "stop":

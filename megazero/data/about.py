@@ -9,7 +9,7 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Required, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
 
 import msgspec
 
@@ -26,12 +26,13 @@ BlockSums = list[Annotated[str, msgspec.Meta(min_length=8, max_length=8)]]
 
 
 class Checksums(TypedDict):
-    """The checksums of both files."""
+    """The checksums of the files."""
 
     algorithm: Literal["crc32"]
     block_bytes: Annotated[int, msgspec.Meta(ge=1)]
     bin: BlockSums
     idx: BlockSums
+    mask: NotRequired[BlockSums]
 
 
 class Description(TypedDict, total=False):
@@ -40,6 +41,7 @@ class Description(TypedDict, total=False):
     num_tokens: Required[Count]
     version: Annotated[int, msgspec.Meta(ge=0, le=FORMAT_VERSION)]
     num_documents: Count
+    num_targets: Count
     max_id: Annotated[int, msgspec.Meta(ge=-1)]
     vocab_size: Count
     eod: Count | None
@@ -99,18 +101,20 @@ def read_about(data: IndexedDataset) -> dict[str, Any]:
                 f"--data-path {data.prefix}: {path} describes another corpus, of {key} {about[key]}, and "
                 f"{data.prefix}.idx has {value}; {REMAKE}"
             )
+    if not data.masked and "mask" in about.get("checksum", {}):
+        raise ValueError(
+            f"--data-path {data.prefix}: {data.prefix}.mask is missing, and without it every token would count as a "
+            f"target; copy it too, or preprocess the text again"
+        )
     return about
 
 
-def describe(
-    about: Mapping[str, Any], counts: Mapping[str, Any], bin_checksum: Checksum, idx_checksum: Checksum
-) -> bytes:
-    """The bytes of PREFIX.json: `about`, `counts` and checksums."""
+def describe(about: Mapping[str, Any], counts: Mapping[str, Any], checksums: Mapping[str, Checksum]) -> bytes:
+    """The bytes of PREFIX.json: `about`, `counts` and checksums, by the suffix of their file."""
     checksum = {
         "algorithm": "crc32",
-        "block_bytes": bin_checksum.block_bytes,
-        "bin": bin_checksum.digests(),
-        "idx": idx_checksum.digests(),
+        "block_bytes": checksums["bin"].block_bytes,
+        **{end: each.digests() for end, each in checksums.items()},
     }
     found = {"version": FORMAT_VERSION, **about, **counts, "checksum": checksum}
     # ASCII, because a path that is not UTF-8 has lone surrogates, which only an escape can hold
@@ -137,7 +141,7 @@ def verify(
     if checksum is None:
         return False
     block = checksum["block_bytes"]
-    for name in ("idx", "bin"):
+    for name in ("idx", "bin", *(["mask"] if "mask" in checksum else [])):
         path, blocks = f"{data.prefix}.{name}", checksum[name]
         if len(blocks) != -(-os.path.getsize(path) // block):
             raise ValueError(

@@ -62,10 +62,22 @@ class Datasets:
         return tuple(part.data.prefix for part in self._parts("train") if part.by_tokens)
 
     def notes(self) -> list[str]:
-        """Sentences on properties that may surprise a user: made-up data, documents that --split divides."""
+        """Sentences on properties that may surprise a user: made-up data, masks, documents that --split divides."""
         if isinstance(self.train, MockSamples):
             floor = log(self.train.vocab_size)
             return [f"--mock-data: tokens are made up; the loss goes to ln(--vocab-size) = {floor:.4f}"]
+        return [*self._masked(), *self._divided()]
+
+    def _masked(self) -> list[str]:
+        masked = [data for data in self.corpora if data.masked]
+        if not masked:
+            return []
+        shown = [f"{_counted(data)} of {data.prefix}" for data in masked[:3]]
+        more = f" and {len(masked) - 3} more" if len(masked) > 3 else ""
+        others = "; all tokens of the other corpora count" if len(masked) < len(self.corpora) else ""
+        return [f"loss masks: of the tokens, {', '.join(shown)}{more} count as targets{others}"]
+
+    def _divided(self) -> list[str]:
         divided = [part.data for part in self._parts("train") if part.by_tokens]
         if not divided:
             return []
@@ -123,6 +135,12 @@ def continued(datasets: Datasets, stop: int, seq_length: int, before: Continued 
     for data, count in zip(datasets.corpora, counts, strict=True):
         tokens[data.prefix] += count * seq_length
     return Continued(stop, tokens)
+
+
+def _counted(data: IndexedDataset) -> str:
+    """The share of a corpus' tokens that count as targets, from the number in PREFIX.json."""
+    targets = read_about(data).get("num_targets")
+    return "some" if targets is None else f"{targets / max(1, data.num_tokens):.1%}"
 
 
 def mock_datasets(seq_length: int, seed: int, vocab_size: int) -> Datasets:

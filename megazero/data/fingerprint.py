@@ -1,8 +1,8 @@
 """Fingerprints of corpora: do a resumed run and all ranks read the same tokens?
 
 A fingerprint is a short text, "SAMPLED:CHECKSUM". The first part is a hash of the sizes of both files, of both ends of
-the index and of a few stretches of the tokens. The second is a hash of the checksums in PREFIX.json, so that one
-changed token anywhere changes the fingerprint; "-" without PREFIX.json.
+the index and of a few stretches of the tokens and of their mask. The second is a hash of the checksums in PREFIX.json,
+so that one changed token anywhere changes the fingerprint; "-" without PREFIX.json.
 """
 
 import hashlib
@@ -24,7 +24,10 @@ def fingerprint(data: str | os.PathLike[str] | IndexedDataset) -> str:
     length = STRETCH_BYTES // data.dtype.itemsize
     last = max(0, data.num_tokens - length)
     for start in sorted({last * k // (STRETCHES - 1) for k in range(STRETCHES)}):
-        digest.update(data.tokens(start, min(start + length, data.num_tokens)).tobytes())
+        stop = min(start + length, data.num_tokens)
+        digest.update(data.tokens(start, stop).tobytes())
+        if data.masked:
+            digest.update(data.mask(start, stop).tobytes())
     checksum = read_about(data).get("checksum")
     whole = hashlib.sha256(json.dumps(checksum, sort_keys=True).encode()).hexdigest()[:16] if checksum else "-"
     return f"{digest.hexdigest()[:16]}:{whole}"

@@ -1,4 +1,4 @@
-"""Token files on disk, read: Megatron's `.bin`/`.idx` pair.
+"""Token files on disk, read: Megatron's `.bin`/`.idx` pair, and our mask of targets.
 
 `PREFIX.bin` is the tokens, nothing else. `PREFIX.idx` is little-endian and unaligned:
 
@@ -13,6 +13,8 @@
     S x i8   sequence modes, only in multimodal files; accepted and ignored
 
 Sequences follow each other in `.bin` without gaps, so a document is one range of tokens.
+
+`PREFIX.mask`, if it exists, has a byte per token: 1 if the token counts as a target in the loss, else 0.
 """
 
 import errno
@@ -48,6 +50,7 @@ REMAKE = "copy both files again, or rerun data_tools/preprocess_data.py"
 
 Tokens = npt.NDArray[Any]
 Int64s = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 # Size and time of the last write of a file. No inode: some file systems number them again.
 Identity = tuple[int, int]
 
@@ -85,7 +88,7 @@ class IndexedDataset:
     `prefix` is the path of both files without their suffixes.
 
     Attributes: `dtype` of a token; `lengths` int32 [S], tokens per sequence; `offsets` int64 [S], bytes;
-    `document_indices` int64 [D]; `num_documents` = D - 1; `num_tokens` in the whole file.
+    `document_indices` int64 [D]; `num_documents` = D - 1; `num_tokens` in the whole file; `masked`: it has a mask.
 
     Raises ValueError naming --data-path if a file is missing, truncated, of another format or inconsistent.
     """
@@ -97,7 +100,9 @@ class IndexedDataset:
             self._map_index()
             self._check_sequences()
             self._check_documents()
-            self._check_tokens()
+            self._identity = self._checked_size(".bin", self.dtype.itemsize)
+            self.masked = os.path.lexists(self.prefix + ".mask")
+            self._mask_identity = self._checked_size(".mask", 1) if self.masked else None
         except OSError as error:
             raise self._refusal(explain(error)) from error
 
@@ -107,22 +112,41 @@ class IndexedDataset:
         ValueError if the file cannot be read, or has become shorter since it was opened.
         """
         assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
-        path, count = self.prefix + ".bin", (stop - start) * self.dtype.itemsize
+        return self._read(".bin", self._identity, self.dtype.newbyteorder("<"), start, stop)
+
+    def mask(self, start: int, stop: int) -> Mask:
+        """Return, for each of tokens [start, stop), whether it counts as a target. All do if there is no mask."""
+        counts: Mask = self.mask_bytes(start, stop) == 1
+        return counts
+
+    def mask_bytes(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of the mask of tokens [start, stop), uint8, read-only."""
+        assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
+        if self._mask_identity is None:
+            return np.ones(stop - start, np.uint8)
+        return self._read(".mask", self._mask_identity, np.dtype(np.uint8), start, stop)
+
+    def _read(self, end: str, identity: Identity, dtype: np.dtype[Any], start: int, stop: int) -> npt.NDArray[Any]:
+        path, count = self.prefix + end, (stop - start) * dtype.itemsize
         try:
-            file = _open(path, self._identity)  # a local name, so that it stays open during the read
-            raw = read_at(file.fileno(), count, start * self.dtype.itemsize)
+            file = _open(path, identity)  # a local name, so that it stays open during the read
+            raw = read_at(file.fileno(), count, start * dtype.itemsize)
         except OSError as error:
             raise self._refusal(explain(error)) from error
         if len(raw) < count:
             raise self._shrunk(path)
-        return np.frombuffer(raw, dtype=self.dtype.newbyteorder("<"))
+        return np.frombuffer(raw, dtype=dtype)
 
     def document(self, index: int, skip: int = 0, limit: int | None = None) -> Tokens:
         """Tokens of one document, read-only: from its token `skip`, at most `limit` of them."""
+        return self.tokens(*self.span(index, skip, limit))
+
+    def span(self, index: int, skip: int = 0, limit: int | None = None) -> tuple[int, int]:
+        """The range in the whole file of the tokens that `document` returns."""
         assert 0 <= index < self.num_documents, (index, self.num_documents)
         start, stop = self.document_starts(index, index + 2).tolist()
         start = min(start + skip, stop)
-        return self.tokens(start, stop if limit is None else min(stop, start + limit))
+        return start, stop if limit is None else min(stop, start + limit)
 
     def document_starts(self, first: int, stop: int) -> Int64s:
         """First token of each document in [first, stop), int64; one past the last starts at the end."""
@@ -250,14 +274,15 @@ class IndexedDataset:
                 f"the file is damaged: {REMAKE}"
             )
 
-    def _check_tokens(self) -> None:
-        """Check that `.bin` has the size that the index describes."""
-        path, expected = self.prefix + ".bin", self.num_tokens * self.dtype.itemsize
-        self._identity = _identity(path)
-        size = self._identity[0]
+    def _checked_size(self, end: str, token_bytes: int) -> Identity:
+        """Check that a file has the size that the index describes; its identity."""
+        path, expected = self.prefix + end, self.num_tokens * token_bytes
+        identity = _identity(path)
+        size = identity[0]
         if size != expected:
             fault = "is truncated" if size < expected else "does not belong to this .idx"
             raise self._refusal(f"{path} {fault}: {size} bytes, the index describes {expected}; {REMAKE}")
+        return identity
 
     def _require_whole_index(self) -> None:
         """ValueError if the mapped index has become shorter: an access would end the process."""

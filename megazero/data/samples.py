@@ -7,6 +7,7 @@ Sample i of the stream is its tokens i s to i s + s: s + 1 tokens, of which the 
 targets. So two neighbours share one token. A sample may run across documents and into the next epoch. The samples that
 begin in one epoch are shuffled among themselves. So `dataset[i]` depends on (corpus, split, s, seed) only, not on the
 length of the run, the batch size or the layout: a run can be extended, or resumed in another layout.
+The bytes of the corpus' mask, if it has one, decide which targets count.
 """
 
 import functools
@@ -16,10 +17,9 @@ from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from megazero.data.epochs import EpochKey, EpochTable, load_table
-from megazero.data.indexed import IndexedDataset, Int64s, Tokens
+from megazero.data.indexed import IndexedDataset, Int64s, Mask, Tokens
 
 SPLITS = ("train", "validation", "test")
 KEPT_EPOCHS = 3  # epochs whose tables stay in memory: the current one, the next, and an earlier one
@@ -30,7 +30,7 @@ class Sample(NamedTuple):
     """s + 1 tokens: the first s are inputs, the last s targets."""
 
     ids: Int64s  # [s + 1]; `NO_TOKEN` for padding
-    counts: npt.NDArray[np.bool_] | None = None  # [s]: whether each target counts; None: each that is no padding
+    counts: Mask | None = None  # [s]: whether each target counts; None: each that is no padding
     starts: Int64s | None = None  # [s]: index at which each input's document begins; None: it is not known here
 
 
@@ -97,11 +97,11 @@ class TokenRange:
         """Return the number of tokens of each document in [first, stop), int64."""
         return np.diff(self._starts[first : stop + 1])
 
-    def document(self, index: int, skip: int = 0, limit: int | None = None) -> Tokens:
-        """Return at most `limit` tokens of one document from its token `skip` on, read-only."""
+    def span(self, index: int, skip: int = 0, limit: int | None = None) -> tuple[int, int]:
+        """Return the range in the corpus of at most `limit` tokens of one document from its token `skip` on."""
         start, stop = self._starts[index : index + 2].tolist()
         start = min(start + skip, stop)
-        return self._data.tokens(start, stop if limit is None else min(stop, start + limit))
+        return start, stop if limit is None else min(stop, start + limit)
 
 
 class GPTDataset:
@@ -176,11 +176,11 @@ class GPTDataset:
         return self._checked(number, number)
 
     def _checked(self, index: int, in_stream: int) -> Sample:
-        ids = self._stream(in_stream * self.seq_length, self.seq_length + 1)
+        ids, mask = self._stream(in_stream * self.seq_length, self.seq_length + 1)
         if self.vocab_size is not None:
             where = f"sample {index} of {self.split_name}"
             require_vocabulary(self.data.prefix, ids, self.vocab_size, where)
-        return Sample(ids)
+        return Sample(ids, None if mask is None else mask[1:])
 
     def _table(self, epoch: int) -> EpochTable:
         with self._tables_lock:  # a thread that needs a table waits for the one that computes it
@@ -190,9 +190,10 @@ class GPTDataset:
                 del self._tables[next(iter(self._tables))]
         return table
 
-    def _stream(self, position: int, count: int) -> Int64s:
-        """Return tokens [position, position + count) of the stream, int64 [count]."""
+    def _stream(self, position: int, count: int) -> tuple[Int64s, Mask | None]:
+        """Return tokens [position, position + count) of the stream, int64 [count], and their mask if there is one."""
         ids = np.empty(count, dtype=np.int64)
+        mask = np.empty(count, dtype=np.bool_) if self.data.masked else None
         filled = 0
         while filled < count:
             epoch, at = divmod(position + filled, self.num_tokens)
@@ -201,10 +202,13 @@ class GPTDataset:
             before = filled
             while filled < count and place < self.num_documents:
                 skip = at - int(table.starts[place])
-                part = self._source.document(int(table.order[place]), skip, count - filled)
-                ids[filled : filled + part.size] = part
-                filled += part.size
-                at += part.size
+                start, stop = self._source.span(int(table.order[place]), skip, count - filled)
+                end = filled + stop - start
+                ids[filled:end] = self.data.tokens(start, stop)
+                if mask is not None:
+                    mask[filled:end] = self.data.mask(start, stop)
+                at += end - filled
+                filled = end
                 place += 1
             if filled == before:
                 raise ValueError(
@@ -212,7 +216,7 @@ class GPTDataset:
                     f"sample table belongs to another corpus; delete {self.data.prefix}_index_cache, and resume from "
                     "the last checkpoint"
                 )
-        return ids
+        return ids, mask
 
 
 class WholeSplit:

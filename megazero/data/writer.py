@@ -14,33 +14,43 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data.about import Checksum, describe
-from megazero.data.indexed import CHUNK, HEADER, MAGIC, TOKEN_TYPES, VERSION, Int64s, Tokens
+from megazero.data.indexed import CHUNK, HEADER, MAGIC, TOKEN_TYPES, VERSION, Int64s, Mask, Tokens
 from megazero.files import OutputFile, sync_folder, write_atomically
 
 # In the order in which they get their names: the `.idx` last, because it makes the files a corpus.
-ENDS = (".bin", ".json", ".idx")
+ENDS = (".bin", ".mask", ".json", ".idx")
 
 
 class CorpusParts:
     """The files of an unfinished corpus: `stem.bin`, `stem.idx`, `stem.documents`, at last `stem.json`.
+
+    If `masked`, also `stem.mask`, a byte per token: 1 if the token counts as a target, else 0.
 
     Writing resumes from a commit: `CorpusParts(stem, dtype, state)` with the state that `commit()` returned truncates
     the files there. `finish` completes the index, `publish` gives the files their names. OSErrors name the file.
     """
 
     def __init__(
-        self, stem: str | os.PathLike[str], dtype: npt.DTypeLike, state: Mapping[str, Any] | None = None
+        self,
+        stem: str | os.PathLike[str],
+        dtype: npt.DTypeLike,
+        state: Mapping[str, Any] | None = None,
+        *,
+        masked: bool = False,
     ) -> None:
         self.stem, self.dtype = str(stem), np.dtype(dtype)
         found = state or {"num_documents": 0, "num_sequences": 0, "num_tokens": 0, "max_id": -1, "checksum": {}}
+        mask = found.get("mask", {"num_targets": 0, "checksum": {}})
         self.num_documents: int = found["num_documents"]
         self.num_sequences: int = found["num_sequences"]
         self.num_tokens: int = found["num_tokens"]
         self.max_id: int = found["max_id"]
-        self._checksum = Checksum(**found["checksum"])
+        self.num_targets: int = mask["num_targets"]
+        self._checksum, self._mask_checksum = Checksum(**found["checksum"]), Checksum(**mask["checksum"])
         self._files: list[OutputFile] = []
         try:
             self._bin = self._open(".bin", self.num_tokens * self.dtype.itemsize)
+            self._mask = self._open(".mask", self.num_tokens) if masked else None
             self._idx = self._open(".idx", HEADER.size + 4 * self.num_sequences if state else 0)
             self._documents = self._open(".documents", 8 * (self.num_documents + 1) if state else 0)
             if not state:
@@ -60,14 +70,18 @@ class CorpusParts:
         lengths = np.array([ids.size for ids in arrays], dtype=np.int64)
         self.add_documents(np.concatenate([np.zeros(0, np.int64), *arrays]), lengths, np.array([len(arrays)]))
 
-    def add_documents(self, ids: Tokens, lengths: npt.NDArray[Any], ends: Int64s | None = None) -> None:
+    def add_documents(
+        self, ids: Tokens, lengths: npt.NDArray[Any], ends: Int64s | None = None, mask: Mask | None = None
+    ) -> None:
         """Append documents.
 
         Args:
             ids: their tokens, one document after another.
             lengths: tokens of each sequence.
             ends: number of sequences up to the end of each document; None: each document is one sequence.
+            mask: whether each token counts as a target; None if the corpus is not masked.
         """
+        assert (mask is None) == (self._mask is None), self.stem
         assert ids.size == int(lengths.sum(dtype=np.int64)), (ids.size, lengths.sum())
         if ids.size:
             low, high = int(ids.min()), int(ids.max())
@@ -81,6 +95,12 @@ class CorpusParts:
             raw = np.ascontiguousarray(ids, dtype=self.dtype.newbyteorder("<")).data.cast("B")
             self._bin.write(raw)
             self._checksum.update(raw)
+        if self._mask is not None and mask is not None:
+            assert mask.shape == ids.shape, (mask.shape, ids.shape)
+            marks = mask.astype(np.uint8).data
+            self._mask.write(marks)
+            self._mask_checksum.update(marks)
+            self.num_targets += int(mask.sum())
         ends = np.arange(1, lengths.size + 1) if ends is None else ends
         self._idx.write(lengths.astype("<i4").tobytes())
         self._documents.write((ends + self.num_sequences).astype("<i8").tobytes())
@@ -92,6 +112,7 @@ class CorpusParts:
         """Flush the files to the disk and return the state from which writing can resume, as JSON holds it."""
         for file in self._files:
             file.sync()
+        masked = self._mask is not None
         return {
             "dtype": self.dtype.name,
             "num_documents": self.num_documents,
@@ -99,6 +120,7 @@ class CorpusParts:
             "num_tokens": self.num_tokens,
             "max_id": self.max_id,
             "checksum": asdict(self._checksum),
+            **({"mask": {"num_targets": self.num_targets, "checksum": asdict(self._mask_checksum)}} if masked else {}),
         }
 
     def finish(self, about: Mapping[str, Any] | None) -> None:
@@ -114,7 +136,10 @@ class CorpusParts:
                 "num_tokens": self.num_tokens,
                 "max_id": self.max_id,
             }
-            write_atomically(self.stem + ".json", describe(about, counts, self._checksum, idx_checksum))
+            checksums = {"bin": self._checksum, "idx": idx_checksum}
+            if self._mask is not None:
+                counts["num_targets"], checksums["mask"] = self.num_targets, self._mask_checksum
+            write_atomically(self.stem + ".json", describe(about, counts, checksums))
         for file in self._files:
             file.sync()
 
@@ -155,7 +180,7 @@ def publish(stem: str, prefix: str) -> None:
     An older corpus of that name loses its index first, so that an old index is never next to new tokens.
     """
     if os.path.exists(stem + ".bin"):  # else an earlier call has already renamed it
-        for end in (".idx", ".json"):
+        for end in (".idx", ".json", ".mask"):
             Path(prefix + end).unlink(missing_ok=True)
     for end in ENDS:
         if os.path.exists(stem + end):
@@ -167,22 +192,27 @@ def publish(stem: str, prefix: str) -> None:
 class IndexedWriter(CorpusParts):
     """Writes a corpus in one pass; a context manager.
 
-    The files get their names only if the block ends without an exception: `.bin` first, then `prefix.json` (if `about`
-    is given), `.idx` last. Without the `.idx` there is no corpus. An exception, also that of a full disk, leaves
-    nothing behind.
+    The files get their names only if the block ends without an exception: `.bin` first, then `.mask` (if `masked`),
+    `prefix.json` (if `about` is given), `.idx` last. Without the `.idx` there is no corpus. An exception, also that of
+    a full disk, leaves nothing behind.
 
     `about`, e.g. {"tokenizer": SPEC, "vocab_size": N}, goes to `prefix.json` with the counts and checksums.
     """
 
     def __init__(
-        self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike, about: Mapping[str, Any] | None = None
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: npt.DTypeLike,
+        about: Mapping[str, Any] | None = None,
+        *,
+        masked: bool = False,
     ) -> None:
         self.prefix, self._about = str(prefix), about
         os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
         # Each writer has its own name, so that two cannot write into each other's files.
         self.stem = f"{self.prefix}.partial-{uuid.uuid4().hex[:12]}"
         try:
-            super().__init__(self.stem, dtype)
+            super().__init__(self.stem, dtype, masked=masked)
         except BaseException:
             self.remove()
             raise

@@ -32,7 +32,8 @@ def write_text(path: Path, documents: int) -> Path:
     draw = random.Random(0)
     with open(path, "w", encoding="utf-8") as file:
         for k in range(documents):
-            file.write(json.dumps({"text": f"{k} " + "word " * draw.randrange(300)}) + "\n")
+            text = f"{k} " + "word " * draw.randrange(300)
+            file.write(json.dumps({"text": text, "answer": "yes " * (k % 60)}) + "\n")
     return path
 
 
@@ -52,12 +53,20 @@ def content(prefix: Path) -> dict[str, bytes]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(tmp_path: Path, kills: int) -> None:
-    """SIGKILL to the tool and its workers, at random moments of its work, until it is done; again and again."""
-    text = write_text(tmp_path / "a.jsonl", 4000)
-    workers = ("--workers", "2", "--dedup")
-    subprocess.run(command(text, tmp_path / "whole" / "p", *workers), cwd=ROOT, check=True, capture_output=True)
-    whole, draw, done, turn = content(tmp_path / "whole" / "p"), random.Random(kills), 0, 0
+    """SIGKILL to the tool and its workers, at random moments of its work, until it is done; again and again.
+
+    Every second corpus has a loss mask.
+    """
+    text, wholes = write_text(tmp_path / "a.jsonl", 4000), []
+    kinds = [("--workers", "2", "--dedup", "--json-keys", *keys) for keys in (("text:0", "answer:1"), ("text",))]
+    for number, flags in enumerate(kinds):
+        prefix = tmp_path / f"whole{number}" / "p"
+        subprocess.run(command(text, prefix, *flags), cwd=ROOT, check=True, capture_output=True)
+        wholes.append(content(prefix))
+    assert "p_text_answer_document.mask" in wholes[0]
+    draw, done, turn = random.Random(kills), 0, 0
     while done < kills:
+        whole, workers = wholes[turn % 2], kinds[turn % 2]
         turn += 1
         prefix = tmp_path / f"out{turn}" / "p"
         returncode = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import json
 import os
 import re
 import sys
@@ -16,10 +17,12 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from data_tools import encoding, preprocess_data, tool
+from data_tools.chat import cached_template
 from data_tools.preprocess_data import main
 from megazero.data.indexed import IndexedDataset
 from megazero.files import OutputFile
 from tests.helpers.table import for_each
+from tests.unit.data.test_data_masks import CHATML, write_chat_tokenizer
 
 README = Path(__file__).parents[3] / "data_tools" / "README.md"
 GOOD = b'{"text": "good"}\n'
@@ -112,6 +115,18 @@ def own_code(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--tokenizer", "DIR"]
 
 
+def chat(template: str | None, line: str) -> Callable[[pytest.MonkeyPatch], list[str]]:
+    """Six conversations and a seventh line, and a tokenizer with a chat template."""
+
+    def make(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        turns = [{"role": role, "content": "<b>w</b>"} for role in ("user", "user" if "user" in line else "assistant")]
+        Path("x.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 6 + line)
+        write_chat_tokenizer(Path("DIR"), template)
+        return ["--tokenizer", "DIR", "--mask-from", "chat"]
+
+    return make
+
+
 def no_text(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     Path("x.jsonl").write_text('{"text": ""}\n' * 3)
     return []
@@ -143,6 +158,10 @@ ROWS: dict[str, list[Callable[[pytest.MonkeyPatch], list[str]]]] = {
     "wrong key": [seventh(b'{"txt": "x"}')],
     "wrong column": [parquet(id=[1], body=["x"])],
     "null in a column": [parquet(text=["good"] * 12 + [None])],
+    "no chat template": [chat(None, "")],
+    "an unsuitable one": [chat(CHATML.replace("assistant\n' }}{% endif", "assistant:' }}{% endif"), "")],
+    "no conversation": [chat(CHATML, '{"messages": "hello"}')],
+    "no target at all": [chat(CHATML, '{"messages": [{"role": "user", "content": "hello"}]}')],
     "damaged .gz, .zst, .parquet, .arrow": [
         damaged(name) for name in ("x.jsonl.gz", "x.jsonl.zst", "x.parquet", "x.arrow")
     ],
@@ -164,6 +183,7 @@ def said_by(
     words = [word for pair in given.items() for word in pair] + arguments
     encoding.cached_tokenizer.cache_clear()  # of a folder of the same name
     encoding.fast_tokenizer.cache_clear()
+    cached_template.cache_clear()
     monkeypatch.setattr(sys, "argv", ["preprocess_data.py", *words])
     with pytest.raises(SystemExit) as caught:
         tool.run_tool(main)

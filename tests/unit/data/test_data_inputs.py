@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data_tools import encoding, preprocess_data, reading
-from data_tools.documents import Bad, documents_of
+from data_tools.documents import Bad, documents_of, text_of
 from data_tools.reading import Chunk, Position, read_chunks
 from data_tools.seen import Seen
 from data_tools.sources import find_sources, partition
@@ -190,7 +190,7 @@ def test_partitions_are_the_whole_one_after_another(tmp_path: Path, name: str, c
     parts = []
     for index in range(count):
         own = partition(sources, f"{index}/{count}")
-        parts.append([d[0] for chunk in read_chunks(own, ["text"]) for d in documents_of(chunk, ["text"])])
+        parts.append([d[0] for chunk in read_chunks(own, ["text"]) for d in documents_of(chunk, ["text"], text_of)])
     assert [text for part in parts for text in part] == TEXTS
     if name in ("a.jsonl", "a.parquet"):  # divided within files
         sizes = [sum(map(len, part)) for part in parts]
@@ -425,8 +425,8 @@ def test_places_of_lines_are_those_of_the_file(tmp_path: Path, monkeypatch) -> N
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "x"}\n\n' * 10 + b"bad\n")
     sources = find_sources([str(path)], ["text"])
-    found = [d for chunk in read_chunks(sources, ["text"]) for d in documents_of(chunk, ["text"])]
+    found = [d for chunk in read_chunks(sources, ["text"]) for d in documents_of(chunk, ["text"], text_of)]
     assert isinstance(found[-1], Bad) and found[-1].where == f"{path}:21"
     behind = Chunk(sources[0], Position(0, 100, -1), Position(), b"\nbad\n", 5)
-    (bad,) = documents_of(behind, ["text"])
+    (bad,) = documents_of(behind, ["text"], text_of)
     assert isinstance(bad, Bad) and bad.where == f"{path}, line 2 behind byte 100"

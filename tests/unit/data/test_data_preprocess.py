@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from data_tools import encoding, merge_datasets, preprocess_data, reading, train_tokenizer
+from data_tools.selection import select
 from data_tools.sources import find_sources
 from megazero.data.indexed import IndexedDataset
 from megazero.flags.cli import parse
@@ -155,7 +156,7 @@ def test_chunks_in_memory_are_bounded(tmp_path: Path, monkeypatch) -> None:
         read: list[reading.Chunk] = []
         sources = find_sources([str(path)], ["text"])
         chunks = (read.append(c) or c for c in reading.read_chunks(sources, ["text"]))
-        job = encoding.Job("byte", ("text",), False, "uint16")
+        job = encoding.Job("byte", select(["text"], "none"), False, "uint16")
         for done, _ in enumerate(encoding.encode_all(job, chunks, workers=2)):
             assert len(read) - done == min(most, 100 - done)  # as many as may be: the last is as parallel as the first
         assert len(read) == 100

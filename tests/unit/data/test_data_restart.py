@@ -77,13 +77,21 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+@pytest.fixture(params=["q a", pytest.param("q:0 a:1", id="masked")])
+def masked_too(request: pytest.FixtureRequest, command: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
+    """The command for two corpora, and for one with a loss mask."""
+    return lambda name: [*command(name), "--json-keys", *request.param.split()]
+
+
 def expected(tmp_path: Path, command: Callable[[str], list[str]]) -> dict[str, bytes]:
     preprocess_data.main(command("whole"))
     whole = content(tmp_path / "whole")
-    ends = ("bin", "idx", "json")
-    names = [f"p_{key}_document.{end}" for key in "aq" for end in ends]
+    keys, ends = ("q_a",), ("bin", "idx", "json", "mask")
+    if "q:0" not in command("whole"):
+        keys, ends = ("a", "q"), ends[:3]
+    names = [f"p_{key}_document.{end}" for key in keys for end in ends]
     assert sorted(whole) == sorted([*names, "p_skipped.txt"])
-    assert json.loads(whole["p_q_document.json"])["duplicate_documents"] > 20
+    assert json.loads(whole[f"p_{keys[-1]}_document.json"])["duplicate_documents"] > 20
     return whole
 
 
@@ -95,7 +103,8 @@ def no_half_corpus(folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_at_every_call_that_changes_a_file(tmp_path: Path, command, monkeypatch, capsys, step: int) -> None:
+def test_killed_at_every_call_that_changes_a_file(tmp_path: Path, masked_too, monkeypatch, capsys, step: int) -> None:
+    command = masked_too
     whole = expected(tmp_path, command)
     machine = Machine(monkeypatch)
     preprocess_data.main(command("count"))
@@ -116,7 +125,8 @@ def test_killed_at_every_call_that_changes_a_file(tmp_path: Path, command, monke
 
 
 @pytest.mark.long
-def test_killed_again_and_again(tmp_path: Path, command, monkeypatch, capsys) -> None:
+def test_killed_again_and_again(tmp_path: Path, masked_too, monkeypatch, capsys) -> None:
+    command = masked_too
     whole = expected(tmp_path, command)
     machine, draw, kills = Machine(monkeypatch), random.Random(1), 0
     for turn in range(8):
@@ -153,7 +163,7 @@ def test_what_a_commit_counts_on_is_on_the_disk(tmp_path: Path, command, monkeyp
 
     for name, call in (("pwrite", written), ("fsync", flushed), ("replace", renamed)):
         monkeypatch.setattr(os, name, call)
-    preprocess_data.main(command("x"))
+    preprocess_data.main([*command("x"), "--json-keys", "q:0", "a:1"])
     assert len(commits) > 5 and commits == [set()] * len(commits)
 
 
@@ -199,6 +209,7 @@ def test_another_commands_work_is_refused_not_overwritten(tmp_path: Path, comman
         (["--no-dedup"], "--dedup"),
         (["--dtype", "int32"], "--dtype"),
         (["--json-keys", "a", "q"], "--json-keys"),
+        (["--json-keys", "q:0", "a:1"], "--json-keys"),
         (["--input", str(tmp_path / "a.jsonl")], r"--input \(names, sizes or dates of files\)"),
     ):
         with pytest.raises(ValueError, match=f"holds the unfinished work of another run, with other {flag}; give the"):

@@ -86,7 +86,7 @@ def test_empty_documents_and_documents_of_several_sequences(tmp_path: Path) -> N
     prefix = write_corpus(tmp_path / "c", sequences, documents=[0, 0, 2, 2, 3, 3, 3, 5, 5])
     dataset = GPTDataset(prefix, ALL, "train", 3, seed=1)
     for epoch in range(4):
-        tokens = [token for i in range(3) for token in dataset._stream(9 * epoch + 3 * i, 3).tolist()]
+        tokens = [token for i in range(3) for token in dataset._stream(9 * epoch + 3 * i, 3)[0].tolist()]
         assert sorted(tokens) == list(range(9))
         for whole in ([0, 1, 2], [3, 4, 5], [6, 7, 8]):
             at = tokens.index(whole[0])
@@ -159,7 +159,7 @@ def test_cache_is_not_mistaken_for_that_of_another_split_or_an_older_corpus(tmp_
         prefix = write_corpus(tmp_path / "c", documents)
         for name, own in (("train", documents[:20]), ("validation", documents[20:])):
             dataset = GPTDataset(prefix, "1,1", name, 5, seed=1)
-            tokens = dataset._stream(0, dataset.num_tokens).tolist()
+            tokens = dataset._stream(0, dataset.num_tokens)[0].tolist()
             assert sorted(tokens) == sorted(token for document in own for token in document)
 
 
