@@ -17,6 +17,7 @@ from megazero.data.blending import BlendedDataset
 from megazero.data.fingerprint import fingerprint
 from megazero.data.indexed import IndexedDataset
 from megazero.data.mock import MockSamples
+from megazero.data.packing import Filling, PackedDataset
 from megazero.data.samples import SPLITS, GPTDataset, Samples, WholeSplit, require_vocabulary, split_ranges
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.options.limits import is_number
@@ -60,11 +61,27 @@ class Datasets:
         """Prefixes of the corpora whose documents --split divides."""
         return tuple(part.data.prefix for part in self._parts("train") if part.by_tokens)
 
-    def notes(self) -> list[str]:
-        """Sentences on properties that may surprise a user: made-up data, documents that --split divides."""
+    def notes(self, split: str = "train") -> list[str]:
+        """Sentences on properties that may surprise a user: made-up data, documents that --split divides, packing.
+
+        split: the one that the run reads.
+        """
         if isinstance(self.train, MockSamples):
             floor = log(self.train.vocab_size)
             return [f"--mock-data: tokens are made up; the loss goes to ln(--vocab-size) = {floor:.4f}"]
+        return [*self._packed(split), *self._divided()]
+
+    def _packed(self, split: str) -> list[str]:
+        packed = [part for part in self._parts(split) if isinstance(part, PackedDataset)]
+        if not packed:
+            return []
+        implied = "attention stays within documents, and positions restart in each"
+        if len(packed) > MAX_NAMED_CORPORA:  # or a start would pack thousands of corpora that are read much later
+            return [f"--packing best-fit: {implied}"]
+        total = Filling(*map(sum, zip(*(part.packing.filling for part in packed), strict=True)))
+        return [f"--packing best-fit: {total.words}; {implied}"]
+
+    def _divided(self) -> list[str]:
         divided = [part.data for part in self._parts("train") if part.by_tokens]
         if not divided:
             return []
@@ -158,6 +175,7 @@ def open_datasets(
     needed: Sequence[str] = ("train",),
     document_flags: Sequence[str] = (),
     split_by: str = "auto",
+    packing: str = "split",
 ) -> Datasets:
     """Open the corpora of --data-path, each once, and check them; to be called before any process group starts.
 
@@ -189,10 +207,11 @@ def open_datasets(
 
     given = zip((weight for weight, _ in pairs), corpora, strict=True)
     weights = [Fraction(data.num_tokens) if weight is None else weight for weight, data in given]
+    kind = PackedDataset if packing == "best-fit" else GPTDataset
 
     def opened(split_name: str) -> Samples:
         parts = [
-            GPTDataset(
+            kind(
                 data=data,
                 split=split,
                 split_name=split_name,

@@ -22,6 +22,10 @@ DATA = (
     f"training continues at sample {{sample:,}} of the new data, {DIFFERS}; with --finetune and another --save, a new "
     "run begins with these weights at sample 0"
 )
+PACKING = (
+    f"samples hold other documents, and with best-fit alone attention stays within these: training continues at sample "
+    f"{{sample:,}} of the new samples, {DIFFERS}"
+)
 ORDER = f"the samples have another order: training continues at sample {{sample:,}} of it, {DIFFERS}"
 BATCHES = f"training continues at sample {{sample:,}} with batches of another size, {DIFFERS}"
 RATE = f"from iteration {{iteration:,}} on, the new schedule gives another learning rate, {DIFFERS}"
@@ -44,6 +48,7 @@ RATE_FLAGS = (
 BY_FLAG = {
     **dict.fromkeys(("data-path", "data-args-path", "mock-data"), DATA),
     **dict.fromkeys(("seed", "split", "split-by", "seq-length"), ORDER),
+    "packing": PACKING,
     **dict.fromkeys(("global-batch-size", "rampup-batch-size"), BATCHES),
     **dict.fromkeys(RATE_FLAGS, RATE),
     **dict.fromkeys(("reset-attention-mask", "reset-position-ids"), MODEL),

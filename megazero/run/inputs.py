@@ -43,4 +43,5 @@ def open_data(config: Config, tokenizer: Tokenizer | None) -> Datasets:
         needed=needed,
         document_flags=data.document_flags,
         split_by=data.split_by,
+        packing=data.packing,
     )
