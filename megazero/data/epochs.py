@@ -197,11 +197,8 @@ def _mapped(path: str, sizes: Sequence[int] | None, stored_sizes: int, prefix: s
     try:
         found = os.stat(path)
         count, rest = divmod(found.st_size - HEADER_BYTES, 8)
-        if (
-            found.st_mtime_ns < os.stat(f"{prefix}.idx").st_mtime_ns
-            or rest
-            or count < (stored_sizes or sum(sizes or ()))
-        ):
+        current = found.st_mtime_ns >= os.stat(f"{prefix}.idx").st_mtime_ns
+        if not current or rest or count < (stored_sizes if sizes is None else sum(sizes)):
             return None
         flat = np.memmap(path, np.int64, "r", HEADER_BYTES, (count,)).view(np.ndarray)
     except (OSError, ValueError):

@@ -3,9 +3,9 @@
 s = sequence length, D = documents of a split. A packed sample has room for s + 1 tokens, as every sample.
 
 A document of more than s + 1 tokens is cut: pieces of s + 1 tokens, of which neighbours share one token, and the rest.
-So each token of a document, except its first, is a target exactly once. Full pieces are samples of their own. The rests,
-and the documents that fit, are packed by best-fit decreasing (Ding et al. 2024, arXiv 2404.10830): longest first, each
-goes where it leaves the least room. A document of one token has no target, and is in no sample.
+So each token of a document, except its first, is a target exactly once. Full pieces are samples of their own. Documents
+that fit, and the rests of others, are packed by best-fit decreasing (Ding et al. 2024, arXiv 2404.10830): longest
+first, each goes where it leaves the least room. A document of one token has no target, and is in no sample.
 """
 
 from __future__ import annotations
@@ -220,9 +220,8 @@ class PackedDataset(GPTDataset):
         """Return the epoch's order of samples; that of the documents is the packing's."""
         stream, count, none = self._key.stream("packed samples", epoch), self.num_samples, np.empty(0, np.int64)
         name = self._key.name(f"packed{epoch}")
-        return EpochTable(
-            none, none, *load_parts(self.data.prefix, name, lambda: [permutation(stream, count)], [count])
-        )
+        (shuffle,) = load_parts(self.data.prefix, name, lambda: [permutation(stream, count)], [count])
+        return EpochTable(none, none, shuffle)
 
     def _checked(self, index: int, in_stream: int) -> Sample:
         room, at = self.seq_length + 1, 0
@@ -232,8 +231,8 @@ class PackedDataset(GPTDataset):
             part = self._source.document(document, skip, room)
             if not 1 < part.size <= room - at:
                 raise ValueError(
-                    f"--data-path {self.data.prefix}: a sample of {room} tokens has no place for {part.size} of document "
-                    f"{document} behind {at} others, because its table belongs to another corpus; delete "
+                    f"--data-path {self.data.prefix}: a sample of {room} tokens has no place for {part.size} of "
+                    f"document {document} behind {at} others, because its table belongs to another corpus; delete "
                     f"{self.data.prefix}_index_cache, and resume from the last checkpoint"
                 )
             stop = at + part.size

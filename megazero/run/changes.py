@@ -45,13 +45,14 @@ RATE_FLAGS = (
     "lr-wsd-decay-iters",
     "lr-wsd-decay-style",
 )
+BY_DOCUMENT = ("reset-attention-mask", "reset-position-ids")
 BY_FLAG = {
     **dict.fromkeys(("data-path", "data-args-path", "mock-data"), DATA),
     **dict.fromkeys(("seed", "split", "split-by", "seq-length"), ORDER),
     "packing": PACKING,
     **dict.fromkeys(("global-batch-size", "rampup-batch-size"), BATCHES),
     **dict.fromkeys(RATE_FLAGS, RATE),
-    **dict.fromkeys(("reset-attention-mask", "reset-position-ids"), MODEL),
+    **dict.fromkeys(BY_DOCUMENT, MODEL),
     **dict.fromkeys(("eod-mask-loss", "attention-dropout", "hidden-dropout"), LOSS),
     **dict.fromkeys(("moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-expert-capacity-factor"), LOSS),
     "mtp-loss-scaling-factor": LOSS,
@@ -87,6 +88,8 @@ def changed_options(
     options = saved.get("optimizer", {})
     if isinstance(options, dict):
         saved["optimizer"] = {"optimizer": state.optimizer} | options  # versions before the flag
+    if isinstance(data := saved.get("data", {}), dict):
+        saved["data"] = {"packing": "split"} | data  # likewise
     changed, back = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
     harmless = _without_effect(state, config, fingerprints)
     for group, options in saved.items():
@@ -98,6 +101,8 @@ def changed_options(
                 continue
             if config.parallel.elastic and flag in LAYOUT_FLAGS:
                 continue  # they follow the number of nodes
+            if flag in BY_DOCUMENT and saved["data"]["packing"] != config.data.packing:
+                continue  # they follow the packing
             follows = "" if flag in harmless else BY_FLAG.get(flag, BY_GROUP.get(group, ""))
             changed[follows].append(f"--{flag} is {_shown(ours[group][name])}, and was {_shown(value)}")
             default = name == "lr_decay_iters" and value == saved["training"]["train_iters"]

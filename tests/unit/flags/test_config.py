@@ -63,7 +63,8 @@ COMING: set[str] = set()
 # 164: CUDA graphs are gone.
 # 175: --yarn-correction-range-round-to-int, which gpt-oss switches off.
 # 177: --mtp-num-layers and --mtp-loss-scaling-factor.
-NUM_OPTIONS = 177
+# 178: --packing.
+NUM_OPTIONS = 178
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
