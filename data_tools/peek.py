@@ -54,7 +54,7 @@ class Options:
     documents: int = 3
     """Documents to show, evenly spaced over the corpus, the first among them."""
     seq_length: int = 0
-    """Also show how --packing best-fit would fill samples of so many tokens. 0: leave it out."""
+    """Also show how --packing best-fit would fill samples of N tokens. 0: leave it out."""
     html: str = ""
     """Also write the output as an HTML page."""
 
