@@ -42,9 +42,8 @@ def tables(folder: Path) -> None:
             stream = np.random.PCG64(1).random_raw
             found = pack(lengths, s + 1, np.random.PCG64(1).random_raw).filling
             without = (lengths - 1 - s).clip(0).sum() / (lengths - 1).sum()
-            rows.append([
-                NAMES[name], f"{s:,}", f"{lengths.size:,}", *cuts(lengths[permutation(stream, lengths.size)], s), f"{without:.2%}", f"{found.padding:.2%}",
-            ])  # fmt: skip
+            row = [NAMES[name], f"{s:,}", f"{lengths.size:,}", *cuts(lengths[permutation(stream, lengths.size)], s)]
+            rows.append([*row, f"{without:.2%}", f"{found.padding:.2%}"])
     columns = ["corpus", "s", "documents", "split: cut though they fit", "split: targets without their beginning"]
     columns += ["best-fit: targets without their beginning", "best-fit: padding"]
     print(markdown(columns, rows))

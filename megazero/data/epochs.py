@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megazero.data.indexed import CHUNK, Int64s
+from megazero.data.indexed import Int64s
 from megazero.files import replacing
 
 # Part of every file name. Raise it when the meaning of a table changes, so that older files are not read.
@@ -98,8 +98,7 @@ def permutation(stream: RawStream, count: int) -> Int64s:
     packed &= ~low
     packed |= np.arange(count, dtype=np.uint64)
     packed.sort()
-    chunks = ((at, packed[at : at + CHUNK + 1]) for at in range(0, count, CHUNK))  # all at once, memory would double
-    equal = np.concatenate([np.zeros(0, np.int64), *(at + np.flatnonzero((x[1:] ^ x[:-1]) <= low) for at, x in chunks)])
+    equal = np.flatnonzero((packed[1:] ^ packed[:-1]) <= low)
     if equal.size:
         ties = np.union1d(equal, equal + 1)
         positions = packed[ties] & low

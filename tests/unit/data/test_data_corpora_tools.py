@@ -150,7 +150,7 @@ def test_peek_as_a_page(tmp_path: Path, lines: Path, bpe: Path, capsys) -> None:
 
 
 def test_peek_shows_how_documents_would_be_packed(tmp_path: Path, capsys) -> None:
-    """Of 1, 3, 4 and 9 tokens in samples of 5 + 1: 9 is cut in 6 and 4; 4, 4 and 3 need a sample each."""
+    """Documents of 1, 3, 4 and 9 tokens in samples of 5 + 1: 9 is cut in 6 and 4; 4, 4 and 3 need a sample each."""
     prefix = str(write_corpus(tmp_path / "c", [[1], [2] * 3, [3] * 4, [4] * 9]))
     peek.main([prefix, "--documents", "0", "--seq-length", "5"])
     shown = re.findall(r"\d[\d.]*%?", capsys.readouterr().out.partition("packed by --seq-length")[2])
