@@ -19,7 +19,7 @@ from benchmarks.reports.blocks import markdown
 from benchmarks.reports.dealing import NAMES, prepared
 from megazero.data.epochs import permutation
 from megazero.data.indexed import Int64s
-from megazero.data.packing import pack
+from megazero.data.packing import pack_documents
 
 CORPORA, LENGTHS = ("dictionary", "Linux", "Python"), (2048, 8192)
 
@@ -40,7 +40,7 @@ def tables(folder: Path) -> None:
         lengths = data.document_lengths(0, data.num_documents).astype(np.int64)
         for s in LENGTHS:
             stream = np.random.PCG64(1).random_raw
-            found = pack(lengths, s + 1, np.random.PCG64(1).random_raw).filling
+            found = pack_documents(lengths, s + 1, np.random.PCG64(1).random_raw).filling
             without = (lengths - 1 - s).clip(0).sum() / (lengths - 1).sum()
             row = [NAMES[name], f"{s:,}", f"{lengths.size:,}", *cuts(lengths[permutation(stream, lengths.size)], s)]
             rows.append([*row, f"{without:.2%}", f"{found.padding:.2%}"])
@@ -56,7 +56,7 @@ def times() -> None:
         draw = np.random.default_rng(0)
         lengths = np.concatenate([draw.lognormal(6, 1.2, 10**6).clip(1, 10**6).astype(np.int32)] * (count // 10**6))
         before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-        found = pack(lengths, 2049, np.random.PCG64(1).random_raw).filling
+        found = pack_documents(lengths, 2049, np.random.PCG64(1).random_raw).filling
         seconds, after = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         rows.append([f"{count:,}", f"{seconds:.1f}", f"{(after - before) >> 10:,}", f"{found.padding:.3%}"])
     print(markdown(["documents", "CPU seconds", "MB besides the lengths", "padding"], rows))

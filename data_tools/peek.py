@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_tools.tool import parse, run_tool
 from megazero.data.about import read_about
 from megazero.data.indexed import CHUNK, IndexedDataset
-from megazero.data.packing import pack
+from megazero.data.packing import pack_documents
 from megazero.data.remembered import remembered_tokenizer
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.files import write_atomically
@@ -96,7 +96,9 @@ def facts(data: IndexedDataset) -> dict[str, str]:
 
 def packed(data: IndexedDataset, length: int) -> dict[str, str]:
     """Counts of the samples of `length` tokens in which --packing best-fit would put the whole corpus."""
-    found = pack(data.document_lengths(0, data.num_documents), length + 1, np.random.PCG64(0).random_raw).filling
+    found = pack_documents(
+        data.document_lengths(0, data.num_documents), length + 1, np.random.PCG64(0).random_raw
+    ).filling
     return {
         "samples per epoch": f"{found.samples:,}",
         "padding": f"{found.padding:.2%}",

@@ -70,7 +70,7 @@ class Packing(NamedTuple):
         return Filling(*self.counts.tolist())
 
 
-def pack(lengths: npt.NDArray[Any], room: int, stream: RawStream, window: int = WINDOW) -> Packing:
+def pack_documents(lengths: npt.NDArray[Any], room: int, stream: RawStream, window: int = WINDOW) -> Packing:
     """Pack the documents of a split.
 
     Args:
@@ -97,7 +97,9 @@ def pack(lengths: npt.NDArray[Any], room: int, stream: RawStream, window: int = 
         targets += int((whole - 1).clip(0).sum())
     found = Packing(full, np.concatenate(firsts), order[:filled], np.empty(0, np.int64))
     samples, cut = found.num_samples, int((lengths > room).sum())
-    return found._replace(counts=np.array(Filling(samples, samples * room, tokens, targets, cut)))
+    return found._replace(
+        counts=np.array(Filling(samples, room=samples * room, tokens=tokens, targets=targets, cut=cut))
+    )
 
 
 def rest(lengths: Int64s, room: int) -> Int64s:
@@ -195,7 +197,7 @@ class PackedDataset(GPTDataset):
         room, first = self.seq_length + 1, self._range[0]
 
         def build() -> Packing:
-            found = pack(self._lengths(), room, self._key.stream("packing", 0))
+            found = pack_documents(self._lengths(), room, self._key.stream("packing", 0))
             return found._replace(full=found.full + first, documents=found.documents + first)
 
         name, count = self._key.name("packing"), len(Packing._fields)
@@ -229,7 +231,7 @@ class PackedDataset(GPTDataset):
         counts = np.zeros(room, np.bool_)
         for document, skip in self._pieces(in_stream):
             part = self._source.document(document, skip, room)
-            if not 1 < part.size <= room - at:
+            if len(part) < 2 or at + len(part) > room:
                 raise ValueError(
                     f"--data-path {self.data.prefix}: a sample of {room} tokens has no place for {part.size} of "
                     f"document {document} behind {at} others, because its table belongs to another corpus; delete "

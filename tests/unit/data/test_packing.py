@@ -14,7 +14,7 @@ from megazero.data import epochs, packing
 from megazero.data.blending import BlendedDataset
 from megazero.data.corpora import open_datasets
 from megazero.data.loader import Batches
-from megazero.data.packing import PackedDataset, best_fit, pack
+from megazero.data.packing import PackedDataset, best_fit, pack_documents
 from megazero.data.samples import NO_TOKEN, Sample, WholeSplit
 from megazero.engine.options.batch_sizes import BatchSizes
 from tests.helpers.table import for_each
@@ -52,7 +52,7 @@ def test_groups_are_filled_as_a_loop_over_documents_fills_bins(seed: int, count:
 def test_windows_are_packed_one_after_another() -> None:
     """Each document is in one sample. Small windows need hardly more samples."""
     lengths = np.random.default_rng(0).integers(0, 70, 500).astype(np.int32)
-    found = {window: pack(lengths, 33, np.random.PCG64(1).random_raw, window) for window in (500, 499, 60)}
+    found = {window: pack_documents(lengths, 33, np.random.PCG64(1).random_raw, window) for window in (500, 499, 60)}
     for window, each in found.items():
         rests = packing.rest(lengths.astype(np.int64), 33)
         assert sorted(each.documents.tolist()) == np.flatnonzero(rests > 1).tolist()
@@ -115,7 +115,7 @@ def test_samples_are_a_function_of_corpus_split_length_and_seed(tmp_path: Path, 
     assert [dataset[i].ids.tolist() for i in (0, 1, 100)] == GOLDEN
     expected = [dataset[i].ids.tolist() for i in range(90)]
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "pack", None)
+        patch.setattr(packing, "pack_documents", None)
         mapped = opened(tmp_path, documents, 4, split="9,1")
         assert [mapped[i].ids.tolist() for i in reversed(range(90))] == expected[::-1]
     for change in ({"length": 5}, {"split": "8,2"}, {"name": "validation"}):
