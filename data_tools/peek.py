@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_tools.tool import parse, run_tool
 from megazero.data.about import read_about
 from megazero.data.indexed import CHUNK, IndexedDataset
+from megazero.data.packing import pack_documents
 from megazero.data.remembered import remembered_tokenizer
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.files import write_atomically
@@ -58,6 +59,8 @@ class Options:
     names, or its copy next to the corpus."""
     documents: int = 3
     """Documents to show, evenly spaced over the corpus, the first among them."""
+    seq_length: int = 0
+    """Also show how --packing best-fit would fill samples of N tokens. 0: leave it out."""
     html: str = ""
     """Also write the output as an HTML page."""
 
@@ -95,6 +98,19 @@ def facts(data: IndexedDataset) -> dict[str, str]:
         if name not in ("num_tokens", "num_documents", "dtype", "checksum", "sources"):
             found[name] = str(value)
     return found
+
+
+def packed(data: IndexedDataset, length: int) -> dict[str, str]:
+    """Counts of the samples of `length` tokens in which --packing best-fit would put the whole corpus."""
+    found = pack_documents(
+        data.document_lengths(0, data.num_documents), length + 1, np.random.PCG64(0).random_raw
+    ).filling
+    return {
+        "samples per epoch": f"{found.samples:,}",
+        "padding": f"{found.padding:.2%}",
+        "targets": f"{found.targets:,}",
+        "documents longer than a sample, cut": f"{found.cut:,}",
+    }
 
 
 def sources(data: IndexedDataset) -> list[tuple[str, int, int]]:
@@ -139,8 +155,10 @@ def print_table(console: "Console", columns: Sequence[str], rows: Sequence[Seque
     console.print(table, highlight=False)
 
 
-def print_corpus(console: "Console", data: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> None:
-    """Print the facts, the sources, the histogram and the beginnings of `count` documents."""
+def print_corpus(
+    console: "Console", data: IndexedDataset, count: int, tokenizer: Tokenizer | None, seq_length: int = 0
+) -> None:
+    """Print the facts, the sources, the histogram, the packing and the beginnings of `count` documents."""
     total, bins = max(1, data.num_tokens), histogram(data)
     print_table(console, ["", data.prefix], list(facts(data).items()))
     if by_source := sources(data):
@@ -152,6 +170,8 @@ def print_corpus(console: "Console", data: IndexedDataset, count: int, tokenizer
         for b in bins
     ]
     print_table(console, ["tokens in document", "documents", "share of tokens", ""], rows)
+    if seq_length:
+        print_table(console, ["packed by --seq-length", f"{seq_length:,}"], list(packed(data, seq_length).items()))
     count = min(count, data.num_documents)
     for number in (data.num_documents * k // count for k in range(count)):
         start, stop = data.span(number)
@@ -180,14 +200,16 @@ def main(arguments: Sequence[str]) -> None:
     options = parse(Options, arguments, PROGRAM)
     if options.documents < 0:
         raise ValueError(f"--documents {options.documents}: give 0 or more")
+    if options.seq_length < 0:
+        raise ValueError(f"--seq-length {options.seq_length}: give 1 or more, or 0 to leave packing out")
     from rich.console import Console
 
     data = IndexedDataset(options.prefix.removesuffix(".idx"))
     tokenizer = find_tokenizer(data, options.tokenizer) if options.documents else None
-    print_corpus(Console(), data, options.documents, tokenizer)
+    print_corpus(Console(), data, options.documents, tokenizer, options.seq_length)
     if options.html:
         page = Console(record=True, width=PAGE_WIDTH, file=io.StringIO())
-        print_corpus(page, data, options.documents, tokenizer)
+        print_corpus(page, data, options.documents, tokenizer, options.seq_length)
         write_atomically(options.html, page.export_html(code_format=PAGE).encode())
         print(f"wrote {options.html}")
 

@@ -113,6 +113,43 @@ class Stream:
         return tokens[at : at + self.length + 1]
 
 
+class PackedSample(list[int]):
+    """s + 1 tokens, -1 for padding. ends: places of the last tokens of documents, and of pieces."""
+
+    ends: set[int]
+
+
+class PackedStream(Stream):
+    """The endless samples of one split of one corpus, with --packing best-fit."""
+
+    def __init__(self, corpus: Corpus, flags: Flags, which: int) -> None:
+        super().__init__(corpus, flags, which)
+        s, documents = self.length, [corpus.documents[d] for d in self.documents]
+        self.samples = [[d[at : at + s + 1]] for d in documents for at in range(0, len(d) - s, s)]
+        order = self._permutation("packing", (s,), 0, len(documents))
+        rests = [d if len(d) <= s else d[(len(d) - 1) // s * s :] for d in (documents[i] for i in order)]
+        bins: list[list[list[int]]] = []
+        last: list[int] = []  # bin -> number of its last document
+        for number, document in enumerate(sorted((d for d in rests if len(d) > 1), key=len, reverse=True)):
+            spaces = [s + 1 - sum(map(len, each)) for each in bins]
+            enough = [i for i, space in enumerate(spaces) if space >= len(document)]
+            chosen = min(enough, key=lambda i: (spaces[i], last[i]), default=len(bins))
+            if chosen == len(bins):
+                bins.append([])
+                last.append(0)
+            bins[chosen].append(document)
+            last[chosen] = number
+        self.samples += bins
+
+    def sample(self, number: int) -> list[int]:
+        epoch, place = divmod(number, len(self.samples))
+        parts = self.samples[self._permutation("packed samples", (self.length,), epoch, len(self.samples))[place]]
+        found = PackedSample(chain(*parts))
+        found.ends = {end - 1 for end in accumulate(map(len, parts))}
+        found.extend([-1] * (self.length + 1 - len(found)))
+        return found
+
+
 class Blend:
     """Samples of several streams, by weight: each is the next one of the stream that is furthest behind its share."""
 
@@ -137,7 +174,8 @@ class Blend:
 def open_blend(flags: Flags, which: int) -> Blend:
     words = [str(word) for word in flags["data-path"]]
     weights, prefixes = (["1"], words) if len(words) == 1 else (words[::2], words[1::2])
-    streams = [Stream(Corpus(prefix), flags, which) for prefix in prefixes]
+    kind = PackedStream if "packing" in flags else Stream
+    streams = [kind(Corpus(prefix), flags, which) for prefix in prefixes]
     return Blend(streams, [Fraction(weight) for weight in weights])
 
 
@@ -218,6 +256,7 @@ class Model:
     def __init__(self, flags: Flags, weights: Weights) -> None:
         self.flags, self.weights = flags, weights
         self.half = HALVES.get(flags["precision"])
+        self.ends = torch.empty(0)  # of documents, [b, s]
         self.largest: list[float] = []  # of the gradients of activations, before they are rounded
 
     def __call__(self, ids: torch.Tensor, samples: list[int] | None) -> torch.Tensor:
@@ -241,10 +280,11 @@ class Model:
 
         residual, hidden = flags["hidden-dropout"], torch.ones(b, s, s, dtype=torch.bool).triu(1)
         positions = torch.arange(s).repeat(b, 1)
-        for row, place in (ids == flags["eod"]).nonzero().tolist():  # as Megatron has it
-            if flags["reset-attention-mask"]:
+        packed = "packing" in flags
+        for row, place in self.ends.nonzero().tolist():  # as Megatron has it
+            if flags["reset-attention-mask"] or packed:
                 hidden[row, place + 1 :, : place + 1] = True
-            if flags["reset-position-ids"]:
+            if flags["reset-position-ids"] or packed:
                 positions[row, place + 1 :] = torch.arange(s - place - 1)
         x = r(r(F.embedding(ids, w["token_embedding.weight"])) + w["position_embedding.weight"][positions])
         x = drop(x, residual, -1, "embedding")
@@ -273,8 +313,14 @@ class Model:
     def loss(self, samples: list[list[int]], numbers: list[int] | None) -> tuple[torch.Tensor, int]:
         """Return the sum of the cross-entropies of samples of s + 1 tokens, and the number of targets."""
         tokens = torch.tensor(samples)
+        counts, tokens = tokens[:, 1:] >= 0, tokens.clamp(min=0)
         ids, labels = tokens[:, :-1], tokens[:, 1:]
-        counts = ids != self.flags["eod"] if self.flags["eod-mask-loss"] else torch.ones_like(ids, dtype=torch.bool)
+        self.ends = eods = ids == self.flags["eod"]
+        if "packing" in self.flags:
+            self.ends = torch.tensor([[at in sample.ends for at in range(ids.shape[1])] for sample in samples])
+            counts &= ~self.ends
+        if self.flags["eod-mask-loss"]:
+            counts &= ~eods
         each = F.cross_entropy(self(ids, numbers).flatten(0, 1), labels.flatten(), reduction="none")
         return each[counts.flatten()].sum(), int(counts.sum())
 

@@ -18,6 +18,7 @@ from megazero.data.blending import BlendedDataset
 from megazero.data.fingerprint import fingerprint
 from megazero.data.indexed import IndexedDataset
 from megazero.data.mock import MockSamples
+from megazero.data.packing import Filling, PackedDataset
 from megazero.data.samples import SPLITS, GPTDataset, Samples, WholeSplit, require_vocabulary, split_ranges
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.options.limits import is_number
@@ -61,12 +62,25 @@ class Datasets:
         """Prefixes of the corpora whose documents --split divides."""
         return tuple(part.data.prefix for part in self._parts("train") if part.by_tokens)
 
-    def notes(self) -> list[str]:
-        """Sentences on properties that may surprise a user: made-up data, masks, documents that --split divides."""
+    def notes(self, split: str = "train") -> list[str]:
+        """Sentences on properties that may surprise a user: made-up data, masks, packing, divided documents.
+
+        split: the one that the run reads.
+        """
         if isinstance(self.train, MockSamples):
             floor = log(self.train.vocab_size)
             return [f"--mock-data: tokens are made up; the loss goes to ln(--vocab-size) = {floor:.4f}"]
-        return [*self._masked(), *self._divided()]
+        return [*self._masked(), *self._packed(split), *self._divided()]
+
+    def _packed(self, split: str) -> list[str]:
+        packed = [part for part in self._parts(split) if isinstance(part, PackedDataset)]
+        if not packed:
+            return []
+        implied = "attention stays within documents, and positions restart in each"
+        if len(packed) > MAX_NAMED_CORPORA:  # or a start would pack thousands of corpora that are read much later
+            return [f"--packing best-fit: {implied}"]
+        total = Filling(*map(sum, zip(*(part.packing.filling for part in packed), strict=True)))
+        return [f"--packing best-fit: {total.words}; {implied}"]
 
     def _masked(self) -> list[str]:
         masked = [data for data in self.corpora if data.masked]
@@ -199,6 +213,7 @@ def open_datasets(
     needed: Sequence[str] = ("train",),
     document_flags: Sequence[str] = (),
     split_by: str = "auto",
+    packing: str = "split",
     begins: Continued | None = None,
 ) -> Datasets:
     """Open the corpora of --data-path, each once, and check them; to be called before any process group starts.
@@ -234,10 +249,11 @@ def open_datasets(
 
     given = zip((weight for weight, _ in pairs), corpora, strict=True)
     weights = [Fraction(data.num_tokens) if weight is None else weight for weight, data in given]
+    kind = PackedDataset if packing == "best-fit" else GPTDataset
 
     def opened(split_name: str) -> Samples:
         parts = [
-            GPTDataset(
+            kind(
                 data=data,
                 split=split,
                 split_name=split_name,

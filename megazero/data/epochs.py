@@ -1,4 +1,4 @@
-"""The order of documents and samples in one epoch: two permutations and a running sum, cached on disk.
+"""The order of documents and samples in one epoch: two permutations and a running sum; and the cache of such tables.
 
 All of it is a pure function of (corpus, split, sequence length, seed, epoch). The cache only saves time and memory:
 processes of a node map the same file.
@@ -9,7 +9,7 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -63,15 +63,16 @@ class EpochKey:
     seq_length: int
     seed: int
 
-    def name(self, epoch: int) -> str:
-        """A file name that differs whenever the table does."""
-        digest = hashlib.sha256(repr((TABLE_VERSION, self, epoch)).encode()).hexdigest()[:16]
-        return f"epoch{epoch}-seq{self.seq_length}-seed{self.seed}-{digest}.npy"
+    def name(self, table: int | str) -> str:
+        """A file name that differs whenever the table does. table: an epoch, or the name of another table."""
+        digest = hashlib.sha256(repr((TABLE_VERSION, self, table)).encode()).hexdigest()[:16]
+        kind = f"epoch{table}" if isinstance(table, int) else table
+        return f"{kind}-seq{self.seq_length}-seed{self.seed}-{digest}.npy"
 
     def stream(self, purpose: str, epoch: int) -> RawStream:
         """The random stream of one permutation. Document order does not depend on the sequence length."""
         split = (self.fingerprint, self.first_document, self.stop_document)
-        sizes = (self.seq_length,) if purpose == "samples" else ()
+        sizes = () if purpose == "documents" else (self.seq_length,)
         text = repr((purpose, split, sizes, self.seed, epoch))
         seed = np.random.SeedSequence(int.from_bytes(hashlib.sha256(text.encode()).digest(), "little"))
         return lambda count: np.random.PCG64(seed).random_raw(count)
@@ -120,32 +121,48 @@ def build_table(data: HasDocuments, key: EpochKey, epoch: int) -> EpochTable:
 
 
 def load_table(data: HasDocuments, key: EpochKey, epoch: int) -> EpochTable:
-    """Map the epoch's table from the cache; if it is missing, compute it, and cache it where we may write.
+    """Return the epoch's table from the cache, or compute it."""
+    first, stop = key.sample_range(epoch)
+    num_documents = key.stop_document - key.first_document
+    sizes = num_documents, num_documents + 1, stop - first
+    return EpochTable(*load_parts(data.prefix, key.name(epoch), lambda: build_table(data, key, epoch), sizes))
+
+
+def load_parts(
+    prefix: str, name: str, build: Callable[[], Sequence[Int64s]], sizes: Sequence[int], stored_sizes: int = 0
+) -> Sequence[Int64s]:
+    """Map the parts of a table from the cache; if it is missing, compute it, and cache it where we may write.
 
     Small tables are computed at once: that takes milliseconds, and a blend of 10,000 corpora would have 10,000 files.
     If several processes need a table at the same time, one computes it, and the others wait for it and map it. They
     wait for a lock, not at a barrier, because a later epoch begins at different moments on different ranks.
+
+    Args:
+        prefix: of the corpus.
+        name: of the file.
+        build: computes the parts, int64 each.
+        sizes: numbers in each part, of which all together decide whether the table is small.
+        stored_sizes: number of parts, if only `build` finds their sizes. The file then begins with these.
     """
-    first, stop = key.sample_range(epoch)
-    num_documents = key.stop_document - key.first_document
-    sizes = num_documents, num_documents + 1, stop - first
     if 8 * sum(sizes) <= CACHED_BYTES:
-        return build_table(data, key, epoch)
-    paths = [os.path.join(folder, key.name(epoch)) for folder in _cache_folders(data.prefix)]
+        return build()
+    known = None if stored_sizes else sizes
+    paths = [os.path.join(folder, name) for folder in _cache_folders(prefix)]
     for path in paths:
-        if (found := _mapped(path, sizes, data.prefix)) is not None:
+        if (found := _mapped(path, known, stored_sizes, prefix)) is not None:
             return found
-    table = None
+    parts = None
     for path in paths:
         with suppress(OSError), _locked(os.path.dirname(path)):
-            found = _mapped(path, sizes, data.prefix)  # another process may have written it meanwhile
+            found = _mapped(path, known, stored_sizes, prefix)  # another process may have written it meanwhile
             if found is None:
-                table = table or build_table(data, key, epoch)
-                _write(path, table)
-                found = _mapped(path, sizes, data.prefix)
+                parts = build() if parts is None else parts
+                head = [np.array([part.size for part in parts])] if stored_sizes else []
+                _write(path, [*head, *parts])
+                found = _mapped(path, known, stored_sizes, prefix)
             if found is not None:
                 return found
-    return table or build_table(data, key, epoch)
+    return build() if parts is None else parts
 
 
 def _cache_folders(prefix: str) -> Iterator[str]:
@@ -172,27 +189,31 @@ def _locked(folder: str) -> Iterator[None]:
         yield
 
 
-def _mapped(path: str, sizes: tuple[int, int, int], prefix: str) -> EpochTable | None:
-    """Map a table file. None if it is missing, of another size, or older than the corpus.
+def _mapped(path: str, sizes: Sequence[int] | None, stored_sizes: int, prefix: str) -> list[Int64s] | None:
+    """Map the parts of a table file. None if it is missing, of another size, or older than the corpus.
 
-    sizes: lengths of the three parts.
+    sizes: lengths of the parts; None: the file begins with `stored_sizes` of them.
     """
-    count = sum(sizes)
     try:
         found = os.stat(path)
+        count, rest = divmod(found.st_size - HEADER_BYTES, 8)
         current = found.st_mtime_ns >= os.stat(f"{prefix}.idx").st_mtime_ns
-        if not current or found.st_size - HEADER_BYTES not in (8 * count, 8 * (count + 1)):
-            return None  # older versions appended a checksum
-        flat = np.memmap(path, np.int64, "r", HEADER_BYTES, (count,))
+        if not current or rest or count < (stored_sizes if sizes is None else sum(sizes)):
+            return None
+        flat = np.memmap(path, np.int64, "r", HEADER_BYTES, (count,)).view(np.ndarray)
     except (OSError, ValueError):
         return None
-    return EpochTable(*np.split(flat.view(np.ndarray), np.cumsum(sizes[:2])))
+    if sizes is None:
+        sizes, flat = flat[:stored_sizes].tolist(), flat[stored_sizes:]
+    if min(sizes, default=-1) < 0 or flat.size - sum(sizes) not in (0, 1):  # older versions appended a checksum
+        return None
+    return np.split(flat[: sum(sizes)], np.cumsum(sizes[:-1]))
 
 
-def _write(path: str, table: EpochTable) -> None:
+def _write(path: str, parts: Sequence[Int64s]) -> None:
     """Write a table as one .npy array. An existing file is replaced at once, so that no reader sees a part of one."""
-    header = {"descr": "<i8", "fortran_order": False, "shape": (sum(part.size for part in table),)}
+    header = {"descr": "<i8", "fortran_order": False, "shape": (sum(part.size for part in parts),)}
     with replacing(path, durable=False) as file:
         np.lib.format.write_array_header_1_0(file, header)
-        for part in filter(len, table):
+        for part in filter(len, parts):
             file.write(part.data)

@@ -142,7 +142,7 @@ class GPTDataset:
         self.num_documents = stop - first
         self._range, self._seed = (first, stop), seed
         self._tables: dict[int, EpochTable] = {}  # by epoch, oldest use first
-        self._tables_lock = threading.Lock()
+        self._tables_lock = threading.RLock()
 
     @functools.cached_property
     def _key(self) -> EpochKey:
@@ -175,6 +175,17 @@ class GPTDataset:
         self.check()
         return self._checked(number, number)
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of one pass over the split."""
+        return max(0, -(-(int(self.num_tokens) - 1) // self.seq_length))
+
+    def once(self, number: int) -> Sample:
+        """Return sample `number` of one pass, in order. Ids behind the split's last token are `NO_TOKEN`."""
+        found = self.in_order(number)
+        found.ids[max(0, self.num_tokens - number * self.seq_length) :] = NO_TOKEN
+        return found
+
     def _checked(self, index: int, in_stream: int) -> Sample:
         ids, mask = self._stream(in_stream * self.seq_length, self.seq_length + 1)
         if self.vocab_size is not None:
@@ -184,11 +195,14 @@ class GPTDataset:
 
     def _table(self, epoch: int) -> EpochTable:
         with self._tables_lock:  # a thread that needs a table waits for the one that computes it
-            table = self._tables.pop(epoch, None) or load_table(self._source, self._key, epoch)
+            table = self._tables.pop(epoch, None) or self._load(epoch)
             self._tables[epoch] = table
             if len(self._tables) > KEPT_EPOCHS:
                 del self._tables[next(iter(self._tables))]
         return table
+
+    def _load(self, epoch: int) -> EpochTable:
+        return load_table(self._source, self._key, epoch)
 
     def _stream(self, position: int, count: int) -> tuple[Int64s, Mask | None]:
         """Return tokens [position, position + count) of the stream, int64 [count], and their mask if there is one."""
@@ -222,24 +236,21 @@ class GPTDataset:
 class WholeSplit:
     """One pass over a split of one corpus: each of its tokens, except the first, is a target in exactly one sample.
 
-    Samples are in the order of the stream. After the split's last token come ids `NO_TOKEN`, which fill the rest of the
-    last sample and whole further samples, as padding of the last global batch.
+    With packed documents: except the first of each document. Samples are in order. Behind the last come samples of ids
+    `NO_TOKEN`, as padding of the last global batch.
     """
 
     def __init__(self, dataset: GPTDataset) -> None:
         self.dataset = dataset
 
     def __len__(self) -> int:
-        return max(0, -(-(int(self.dataset.num_tokens) - 1) // self.dataset.seq_length))
+        return self.dataset.num_samples
 
     def __getitem__(self, index: int) -> Sample:
         """Return sample `index`; index >= 0, without upper limit."""
-        length = self.dataset.seq_length
         if index >= len(self):
-            return Sample(np.full(length + 1, NO_TOKEN))
-        found = self.dataset.in_order(index)
-        found.ids[max(0, self.dataset.num_tokens - index * length) :] = NO_TOKEN
-        return found
+            return Sample(np.full(self.dataset.seq_length + 1, NO_TOKEN))
+        return self.dataset.once(index)
 
 
 def require_vocabulary(prefix: str, ids: Tokens, vocab_size: int, where: str) -> None:

@@ -9,7 +9,7 @@ import math
 
 from megazero.engine.options.limits import divisors, shorten
 from megazero.engine.options.optimizers import BLOCK, MOST_BLOCKS
-from megazero.engine.options.schema import ActivationConfig, Config, ParallelConfig
+from megazero.engine.options.schema import ActivationConfig, Config, DataConfig, ParallelConfig
 from megazero.engine.plan.layout.dealing import dealt_multiple
 from megazero.engine.plan.layout.layers import Declare, layer_costs
 from megazero.engine.plan.layout.topology import Layout
@@ -62,6 +62,7 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
             config.optimizer,
             lr_decay_iters=config.optimizer.lr_decay_iters or config.training.train_iters,
         ),
+        data=_by_document(config.data),
     )
     if not config.trains:  # it saves and keeps nothing; the flags may come from the preset of the training run
         checkpoint = replace(config.checkpoint, save="", save_hf="")
@@ -76,6 +77,13 @@ def resolve(config: Config, world_size: int, vocab_size: int, declare: Declare) 
         names = [spec.name for spec in declare(config.model).params()]
         _check_frozen(names, config.training.freeze_parameters)
     return config, layout
+
+
+def _by_document(data: DataConfig) -> DataConfig:
+    """Return the options in which packed documents do not see each other."""
+    if data.packing == "split":
+        return data
+    return dataclasses.replace(data, reset_attention_mask=True, reset_position_ids=True)
 
 
 def check_layout(config: Config, world_size: int) -> Layout:

@@ -287,6 +287,10 @@ def _check_data(config: Config) -> None:
                 f"--mock-data with {shorten(as_flag(name, corpora))}: the data is random or comes from corpora; drop "
                 "one of them"
             )
+    if data.mock_data and data.packing != "split":
+        raise ValueError(
+            f"--packing {data.packing} with --mock-data: random tokens have no documents to pack; drop one of them"
+        )
     if data.mock_data and not evaluation.eval_iters and (evaluation.eval_interval or evaluation.eval_only):
         raise ValueError("--eval-iters 0 evaluates a whole split, and those of --mock-data are endless; use 10")
 

@@ -22,6 +22,10 @@ DATA = (
     f"training continues at sample {{sample:,}} of the new data, {DIFFERS}; with --finetune and another --save, a new "
     "run begins with these weights at sample 0"
 )
+PACKING = (
+    f"samples hold other documents, and with best-fit alone attention stays within these: training continues at sample "
+    f"{{sample:,}} of the new samples, {DIFFERS}"
+)
 ORDER = f"the samples have another order: training continues at sample {{sample:,}} of it, {DIFFERS}"
 BATCHES = f"training continues at sample {{sample:,}} with batches of another size, {DIFFERS}"
 RATE = f"from iteration {{iteration:,}} on, the new schedule gives another learning rate, {DIFFERS}"
@@ -41,12 +45,14 @@ RATE_FLAGS = (
     "lr-wsd-decay-iters",
     "lr-wsd-decay-style",
 )
+BY_DOCUMENT = ("reset-attention-mask", "reset-position-ids")
 BY_FLAG = {
     **dict.fromkeys(("data-path", "data-args-path", "mock-data"), DATA),
     **dict.fromkeys(("seed", "split", "split-by", "seq-length"), ORDER),
+    "packing": PACKING,
     **dict.fromkeys(("global-batch-size", "rampup-batch-size"), BATCHES),
     **dict.fromkeys(RATE_FLAGS, RATE),
-    **dict.fromkeys(("reset-attention-mask", "reset-position-ids"), MODEL),
+    **dict.fromkeys(BY_DOCUMENT, MODEL),
     **dict.fromkeys(("eod-mask-loss", "attention-dropout", "hidden-dropout"), LOSS),
     **dict.fromkeys(("moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-expert-capacity-factor"), LOSS),
     "mtp-loss-scaling-factor": LOSS,
@@ -88,6 +94,8 @@ def changed_options(
     options = saved.get("optimizer", {})
     if isinstance(options, dict):
         saved["optimizer"] = {"optimizer": state.optimizer} | options  # versions before the flag
+    if isinstance(data := saved.get("data", {}), dict):
+        saved["data"] = {"packing": "split"} | data  # likewise
     changed, back = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
     harmless = _without_effect(state, config, fingerprints) | {*planned}
     for group, options in saved.items():
@@ -99,6 +107,8 @@ def changed_options(
                 continue
             if config.parallel.elastic and flag in LAYOUT_FLAGS:
                 continue  # they follow the number of nodes
+            if flag in BY_DOCUMENT and saved["data"]["packing"] != config.data.packing:
+                continue  # they follow the packing
             follows = "" if flag in harmless else BY_FLAG.get(flag, BY_GROUP.get(group, ""))
             changed[follows].append(f"--{flag} is {_shown(ours[group][name])}, and was {_shown(value)}")
             if flag in planned:

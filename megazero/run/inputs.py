@@ -47,4 +47,5 @@ def open_data(config: Config, tokenizer: Tokenizer | None, begins: Continued | N
         document_flags=data.document_flags,
         split_by=data.split_by,
         begins=begins,
+        packing=data.packing,
     )

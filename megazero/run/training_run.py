@@ -195,7 +195,7 @@ class TrainingRun:
         """Report the start of the run: its data, its checkpoint and its first iteration."""
         config, trainer = self.config, self.trainer
         evaluation, datasets = config.evaluation, trainer.datasets
-        notes = list(datasets.notes())
+        notes = datasets.notes(trainer.evaluator.split if evaluation.eval_only else "train")
         if evaluation.eval_only or evaluation.eval_interval:
             size = config.training.global_batch_size
             notes.append(datasets.repeats(trainer.evaluator.split, evaluation.eval_iters, size))

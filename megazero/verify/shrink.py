@@ -54,7 +54,8 @@ class Shrunk(NamedTuple):
 def steps_alone(config: Config, iterations: int) -> Config:
     """Return the configuration without the run around its steps: data, saving, evaluation, monitoring, logs."""
     data = config.data
-    kept = {name: getattr(data, name) for name in ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")}
+    names = ("packing", "eod_mask_loss", "reset_attention_mask", "reset_position_ids")
+    kept = {name: getattr(data, name) for name in names}
     config = replace(
         config,
         data=DataConfig(tokenizer="byte", num_workers=0, **kept),

@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from megazero.data.corpora import Datasets
+from megazero.data.loader import document_starts
 from megazero.data.mock import MockSamples
-from megazero.data.samples import Sample
+from megazero.data.samples import NO_TOKEN, Sample
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.options.batch_sizes import micro_batches
 from megazero.engine.options.schema import CheckpointConfig, Config
@@ -107,14 +108,19 @@ class Trained(NamedTuple):
 
 
 class MadeUpDocuments:
-    """Samples of made-up tokens, of which some end a document."""
+    """Samples of made-up tokens, of which some end a document. packed: with its boundaries, and sometimes padding."""
 
-    def __init__(self, samples: MockSamples) -> None:
-        self.samples, self.seq_length = samples, samples.seq_length
+    def __init__(self, samples: MockSamples, packed: bool) -> None:
+        self.samples, self.seq_length, self.packed = samples, samples.seq_length, packed
 
     def __getitem__(self, index: int) -> Sample:
         tokens = self.samples[index].ids
-        return Sample(np.where(tokens < max(1, self.samples.vocab_size // ENDS), END, tokens))
+        tokens = np.where(tokens < max(1, self.samples.vocab_size // ENDS), END, tokens)
+        if not self.packed:
+            return Sample(tokens)
+        held = tokens.size - index % 3
+        tokens[held - 1], tokens[held:] = END, NO_TOKEN
+        return Sample(tokens, tokens[:-1] != END, document_starts(tokens[:-1], END))
 
 
 class StepRecorder:
@@ -165,8 +171,8 @@ def train_rank(rank: int, device: torch.device, task: Task) -> Trained:
     config = replace(task.config, checkpoint=folders)
     mesh = Mesh.build(task.layout, rank, device, config.parallel.distributed_timeout_minutes)
     samples: Any = MockSamples(SPLIT, config.model.seq_length, config.training.seed, config.model.vocab_size)
-    documents = bool(config.data.document_flags)
-    samples = MadeUpDocuments(samples) if documents else samples
+    documents, packed = bool(config.data.document_flags), config.data.packing != "split"
+    samples = MadeUpDocuments(samples, packed) if documents or packed else samples
     datasets = Datasets(samples, samples, samples)
     trainer = Trainer(config, mesh, datasets, END if documents else None)
     checkpoints = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer=None, watchdog=trainer.watchdog)

@@ -197,6 +197,16 @@ CASES = {
         ),
         *FP64,
     ),
+    # Documents are longer than samples, or hold end-of-document tokens; three replicas have unequal shares.
+    "packed": Case(
+        {**COMMON, "precision": "fp64", "packing": "best-fit", "global-batch-size": 7} | NO_RESET,
+        (
+            Part(5, 3, "--zero-stage 2"),
+            Part(9, 4, f"{TWO_STAGES} --context-parallel-size 2 --zero-stage 1"),
+            Part(12, 2, f"{TWO_PARTS} --sequence-parallel"),
+        ),
+        *FP64,
+    ),
     # Samples have unequal numbers of targets. Experts are divided over other ranks in each part.
     "experts": Case(
         EXPERTS,
@@ -225,7 +235,7 @@ CASES = {
 }
 
 
-RINGS = {"fp32": (), "fp16": pytest.mark.second, "experts": pytest.mark.second}
+RINGS = {"fp32": (), **dict.fromkeys(("fp16", "experts", "packed"), pytest.mark.second)}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=RINGS.get(n, pytest.mark.slow)) for n in CASES])

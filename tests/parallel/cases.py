@@ -41,7 +41,7 @@ RESETS = {  # level -> the options that restart with a document
     "": DataConfig(),
     "attention": DataConfig(tokenizer="byte", reset_attention_mask=True),
     "positions": DataConfig(tokenizer="byte", reset_position_ids=True),
-    "documents": DataConfig(tokenizer="byte", reset_attention_mask=True, reset_position_ids=True),
+    "documents": DataConfig(packing="best-fit"),  # no target behind the end of a document; padding
 }
 
 # options of the model that are in a case's name
@@ -218,6 +218,15 @@ class Case(NamedTuple):
         return resolve(replace(config, parallel=parallel), self.world, 0, declare)
 
 
+def packed(case: Case) -> bool:
+    return RESETS[case.reset].packing != "split"
+
+
+def held_tokens(case: Case, row: int) -> int:
+    """Return the inputs of a sample before its padding, if samples are packed."""
+    return case.model.seq_length - row % 3
+
+
 def document_starts(case: Case, ids: torch.Tensor) -> torch.Tensor | None:
     """Find where the document of each token begins, [B, s]; None if nothing restarts."""
     if not case.reset:
@@ -226,6 +235,8 @@ def document_starts(case: Case, ids: torch.Tensor) -> torch.Tensor | None:
     for row, sample in enumerate(ids.tolist()):
         for place, token in enumerate(sample[:-1]):
             starts[row, place + 1] = place + 1 if token < ENDS else starts[row, place]
+        if packed(case):  # padding is one document
+            starts[row, held_tokens(case, row) :] = held_tokens(case, row)
     return starts
 
 
@@ -240,6 +251,11 @@ def global_batch(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor, tor
     if case.targets == "uneven":  # from none to all of a sample
         kept = (torch.arange(case.batch) + 1) % 4 / 3 * case.model.seq_length
         mask = (torch.arange(case.model.seq_length) < kept[:, None]).float()
+    if packed(case):
+        mask[tokens[:, :-1] < ENDS] = 0.0
+        for row in range(case.batch):
+            held = held_tokens(case, row)
+            tokens[row, held:], mask[row, held - 1 :] = 0, 0.0
     return tokens[:, :-1], tokens[:, 1:], mask
 
 

@@ -25,6 +25,9 @@ class DataConfig:
     split_by: Literal["auto", "documents", "tokens"] = "auto"
     """Division of a corpus by --split: documents keeps documents whole, as Megatron-LM does; tokens may cut inside
     them. auto: documents, unless training, validation or test would get none."""
+    packing: Literal["split", "best-fit"] = "split"
+    """Documents in samples: split cuts their stream at every sample. best-fit puts whole documents together, and cuts
+    those alone that are longer than a sample; it implies --reset-attention-mask and --reset-position-ids."""
     tokenizer: str = ""
     """File or folder of a tokenizer: tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, or a tiktoken
     FILE with FILE.json. gpt2:DIR, sentencepiece:FILE and tiktoken:FILE name the kind, which is recognised without.
@@ -57,10 +60,11 @@ class DataConfig:
     @property
     def document_flags(self) -> tuple[str, ...]:
         """The flags given that need the end-of-document token."""
+        by_token = self.packing == "split"  # else the samples' documents are known
         flags = {
             "--eod-mask-loss": self.eod_mask_loss,
-            "--reset-attention-mask": self.reset_attention_mask,
-            "--reset-position-ids": self.reset_position_ids,
+            "--reset-attention-mask": self.reset_attention_mask and by_token,
+            "--reset-position-ids": self.reset_position_ids and by_token,
         }
         return tuple(flag for flag, given in flags.items() if given)
 

@@ -149,6 +149,16 @@ def test_peek_as_a_page(tmp_path: Path, lines: Path, bpe: Path, capsys) -> None:
     assert sum(s.documents for s in spans) == 200
 
 
+def test_peek_shows_how_documents_would_be_packed(tmp_path: Path, capsys) -> None:
+    """Documents of 1, 3, 4 and 9 tokens in samples of 5 + 1: 9 is cut in 6 and 4; 4, 4 and 3 need a sample each."""
+    prefix = str(write_corpus(tmp_path / "c", [[1], [2] * 3, [3] * 4, [4] * 9]))
+    peek.main([prefix, "--documents", "0", "--seq-length", "5"])
+    shown = re.findall(r"\d[\d.]*%?", capsys.readouterr().out.partition("packed by --seq-length")[2])
+    assert shown == ["5", "4", "29.17%", "13", "1"]
+    with pytest.raises(ValueError, match=r"^--seq-length -1: give 1 or more"):
+        peek.main([prefix, "--seq-length", "-1"])
+
+
 def test_shares_of_tokens(tmp_path: Path, lines: Path, capsys) -> None:
     """Shares by source and by length, on the screen and on the page, are those of the lengths on disk and add up."""
     other = tmp_path / "b.jsonl"

@@ -145,6 +145,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "needed": ("train", "validation"),
         "document_flags": ("--eod-mask-loss", "--reset-position-ids"),
         "split_by": "documents",
+        "packing": "split",
     },
     "GPTDataset": {
         "data": Kind("IndexedDataset"),

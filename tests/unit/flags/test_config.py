@@ -64,7 +64,8 @@ COMING: set[str] = set()
 # 175: --yarn-correction-range-round-to-int, which gpt-oss switches off.
 # 177: --mtp-num-layers and --mtp-loss-scaling-factor.
 # 178: --data-stages.
-NUM_OPTIONS = 178
+# 179: --packing.
+NUM_OPTIONS = 179
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -789,6 +790,16 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         for flag in ("attention-dropout", "hidden-dropout", "adam-beta1", "adam-beta2")
     ),
 ]
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    """Resolved once; no end-of-document token is needed, unless for --eod-mask-loss."""
+    config, _ = resolve(make(packing="best-fit"), 1, 9, declare)
+    assert config.data.reset_attention_mask and config.data.reset_position_ids and not config.data.document_flags
+    assert dataclasses.replace(config.data, eod_mask_loss=True).document_flags == ("--eod-mask-loss",)
+    assert resolve(make(), 1, 9, declare)[0].data == DataConfig()
+    with pytest.raises(ValueError, match=r"^--packing best-fit with --mock-data: .* drop one of them"):
+        resolve(make(packing="best-fit", mock_data=True), 1, 9, declare)
 
 
 @for_each(

@@ -515,6 +515,9 @@ def test_options_that_change_the_curve_are_warnings() -> None:
         ({"optimizer": {"weight_decay": 0.5}}, "--weight-decay is 0.5, and was 0.01 when this was saved: updates"),
         ({"training": {"precision": "bf16"}}, "--precision is bf16, and was fp32 when this was saved: values are"),
         ({"data": {"eod_mask_loss": True}}, "--eod-mask-loss is on, and was off when this was saved: training minim"),
+        ({"data": {"packing": "best-fit", "reset_attention_mask": True, "reset_position_ids": True}}, "--packing is "
+         "best-fit, and was split when this was saved: samples hold other documents, and with best-fit alone attention "
+         "stays within these: training continues at sample 80 of the new samples,"),
         ({"model": {"window_size": 8}}, "--window-size is 8, and was 0 when this was saved: the model computes"),
         ({"parallel": {"tensor_model_parallel_size": 2}}, ""),
         ({"zero": {"zero_stage": 3}}, ""),
@@ -531,6 +534,9 @@ def test_options_that_change_the_curve_are_warnings() -> None:
             assert warning.startswith(begins) and warning.endswith("the loss curve differs from here"), warning
     older = replace(state, config={"training": state.config["training"]})  # before --optimizer
     assert changed_options(older, replace(ours, optimizer=replace(ours.optimizer, optimizer="lion"))).warnings
+    del state.config["data"]["packing"]  # before that flag
+    packed = replace(ours, data=replace(ours.data, packing="best-fit"))
+    assert "--packing is best-fit, and was split" in changed_options(state, packed).warnings[0]
 
 
 def test_flags_that_were_not_given_again_are_named_as_they_were() -> None:

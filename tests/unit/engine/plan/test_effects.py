@@ -164,6 +164,7 @@ SEEN = {
     "data-args-path": "unit/data/test_data_corpora_tools.py",
     "split": "unit/data/test_data_samples.py",
     "split-by": "unit/data/test_data_samples.py",
+    "packing": "unit/data/test_packing.py",
     "tokenizer": "unit/data/test_data_tokenizer.py",
     "mtbf": "unit/planner/test_goodput.py",
     "eod-mask-loss": "end_to_end/test_reference_run.py",
