@@ -35,6 +35,11 @@ from megazero.world import generation
 # Seconds before each further attempt of a run's last save: ten minutes in which a user can free space.
 LAST_SAVE_WAITS = (10.0, 20.0, 30.0, *[60.0] * 9)
 
+WEIGHTS_ALONE = (
+    "{} has weights alone, because it was imported, upcycled or merged: a new run begins with them at iteration 0 and "
+    "sample 0, with new optimizer states. To continue a run, --load a checkpoint that it saved"
+)
+
 # Opens a Hugging Face folder for a model; returns the function that fills shards, and `RunState.expert_biases`.
 OpenWeights = Callable[[Path, ModelConfig], tuple[Callable[[Mapping[str, LocalShard]], None], dict[str, list[float]]]]
 
@@ -340,6 +345,8 @@ class CheckpointLoader:
         if finetunes or self.config.evaluation.eval_only or state.weights_only:
             self._load_weights(path, state.expert_biases)
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
+            if state.weights_only and not (finetunes or self.config.evaluation.eval_only):
+                log.info(WEIGHTS_ALONE.format(path))
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
         saves = self.saves
         check_data(path, state, self.config, fingerprints=saves.fingerprints, split_by_tokens=saves.split_by_tokens)
