@@ -24,6 +24,7 @@ from megazero.engine.mesh.collectives import MIN
 from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.step.engine import Engine
 from megazero.engine.zero.shards import LocalShard
+from megazero.flags.branch import SETS
 from megazero.log import log
 from megazero.run.changes import changed_options
 from megazero.run.resume import check_data, check_same_model, find_checkpoint, takes_memory
@@ -318,12 +319,13 @@ class CheckpointLoader:
         Args:
             faults: by key or name, the damage of those that were tried; grows in between.
         """
-        resumes = takes_memory(self.config)
-        asked = resumes or (self.config.parallel.elastic and generation() > 0)
+        save = Path(self.config.checkpoint.save)
+        asked = takes_memory(self.config) or (self.config.parallel.elastic and generation() > 0)
         while True:
             load = find_checkpoint(self.config, self.mesh.host_group, faults)
             if self.memory is not None and asked:  # unless it resumes, --save has no checkpoint yet
-                yield from ((copy.path, copy) for copy in self.memory.find(load if resumes else None, faults))
+                saved = load if load is not None and load.parent.resolve() == save.resolve() else None
+                yield from ((copy.path, copy) for copy in self.memory.find(saved, faults))
             if load is None:
                 return
             yield load, None
@@ -357,7 +359,9 @@ class CheckpointLoader:
         updates = state.updates if same else 0
         restored = {"updates": updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
         self.engine.load_state_dict(restored, shards)
-        changes = changed_options(state, self.config, self.given, saves.fingerprints)
+        sets = SETS if self.config.checkpoint.decay_from else ()  # no advice to change them back
+        given = None if self.given is None else {*self.given, *sets}
+        changes = changed_options(state, self.config, given, saves.fingerprints)
         for text in changes.notes:
             log.info(text)
         for text in changes.warnings:

@@ -63,7 +63,8 @@ COMING: set[str] = set()
 # 164: CUDA graphs are gone.
 # 175: --yarn-correction-range-round-to-int, which gpt-oss switches off.
 # 177: --mtp-num-layers and --mtp-loss-scaling-factor.
-NUM_OPTIONS = 177
+# 179: --decay-from and --decay-iters.
+NUM_OPTIONS = 179
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -576,6 +577,9 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ),
     ({"save_interval": 5}, 1, 9, "--save-interval 5 needs --save DIR"),
     ({"save_hf": "x"}, 1, 9, "--save-hf x needs --save DIR"),
+    ({"decay_from": "s/iter_0000005", "decay_iters": 3}, 1, 9, "--decay-from s/iter_0000005 needs --save DIR and"),
+    ({"decay_from": "s/iter_0000005", "save": "x"}, 1, 9, "--decay-from .* needs --save DIR and --decay-iters K"),
+    ({"decay_iters": 3}, 1, 9, "--decay-iters 3 needs --decay-from S/iter_N"),
     ({"save": "x", "save_hf_interval": 5}, 1, 9, "--save-hf-interval 5 needs --save-hf DIR"),
     ({"save": "x", "save_hf": "./x"}, 1, 9, "--save-hf ./x is the folder of --save"),
     (
