@@ -106,8 +106,8 @@ def check_branch(path: Path, state: RunState, config: Config) -> None:
     theirs = saved.get("lr") if isinstance(saved, dict) else None
     if isinstance(theirs, float) and rate is not None and not math.isclose(rate, theirs, rel_tol=1e-9):
         raise ValueError(
-            f"{given}: the learning rate there is {rate:g}, and its run has --lr {theirs:g}: the run warms up or decays "
-            "there; name a checkpoint at which the learning rate is constant"
+            f"{given}: the learning rate there is {rate:g}, and its run has --lr {theirs:g}: it warms up, or decays "
+            "already; name a checkpoint at which the learning rate is constant"
         )
     if rate is not None and not math.isclose(rate, ours, rel_tol=1e-9):
         raise ValueError(f"{given}: the learning rate there is {rate:g}, and --lr is {ours:g}; give --lr {rate:g}")

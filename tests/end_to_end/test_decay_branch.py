@@ -13,7 +13,7 @@ from tests.end_to_end.cli import metrics, pretrain
 from tests.reference_run import write_corpus
 
 AT, DECAY = 3, 5  # iterations before the branch, and in it
-LR, MIN_LR = 0.0017, 0.00019
+LR, MIN_LR = 0.0007, 0.00019  # min_lr + (lr - min_lr) is not lr
 SHAPE = ["--num-layers", 2, "--hidden-size", 24, "--num-attention-heads", 2, "--seq-length", 11, "--vocab-size", 61]
 FLAGS = ["--global-batch-size", 4, "--precision", "fp64", "--lr", LR, "--min-lr", MIN_LR, "--lr-warmup-iters", 2]
 SHAPED = ["--lr-wsd-decay-style", "minus_sqrt"]
@@ -78,16 +78,8 @@ def test_a_branch_is_the_run_that_planned_the_decay(stable: Path, tmp_path: Path
 def test_logs_of_the_run_are_kept(stable: Path, tmp_path: Path) -> None:
     """They name other iterations after the branch, and a resume would cut them off."""
     before, source = files(stable), stable / "run" / f"iter_{AT:07d}"
-    flags = [
-        "--data-path",
-        stable / "words",
-        "--decay-from",
-        source,
-        "--decay-iters",
-        DECAY,
-        "--save",
-        tmp_path / "new",
-    ]
+    data, new = ["--data-path", stable / "words"], tmp_path / "new"
+    flags = [*data, "--decay-from", source, "--decay-iters", DECAY, "--save", new]
     refused = pretrain(*SHAPE, *FLAGS, *flags, "--log-dir", stable / "logs")
     assert refused.returncode == 1 and f"--log-dir {stable}/logs has the metrics of the run" in refused.stderr
-    assert files(stable) == before and not (tmp_path / "new" / "latest").exists()
+    assert files(stable) == before and not (new / "latest").exists()

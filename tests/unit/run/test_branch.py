@@ -87,7 +87,10 @@ def test_refusals(tmp_path: Path) -> None:
         (lambda: branched(source, new, "--finetune"), "--finetune and --decay-from"),
         (lambda: branched(source, new, "--lr-decay-style", "linear"), "--lr-decay-style and --decay-from"),
         (lambda: find_checkpoint(branched(run / "iter_0000004", new)), "^--decay-from .*4 is not a .*no such folder"),
-        (lambda: find_checkpoint(branched(run / "iter_0000001", new)), "rate there is 0.001, .* --lr 0.002.*warms up"),
+        (
+            lambda: find_checkpoint(branched(run / "iter_0000001", new)),
+            "there is 0.001, .* --lr 0.002: it warms up",
+        ),
         (lambda: find_checkpoint(branched(run / "iter_0000007", new)), "rate there is .*or decays already"),
         (
             lambda: find_checkpoint(branched(source, new, "--lr", "0.003")),
