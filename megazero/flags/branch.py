@@ -26,7 +26,7 @@ def branch(config: Config, typed: Collection[str]) -> tuple[Config, str]:
     """
     options = config.checkpoint
     if not (options.decay_from and options.decay_iters > 0 and options.save):
-        return config, ""  # `check_values` refuses what is missing
+        return config, ""  # `check_values` refuses such flags
     given, source, save = f"--decay-from {options.decay_from}", Path(options.decay_from), Path(options.save)
     name = re.fullmatch(r"iter_(\d{7,})", source.name)
     if name is None:

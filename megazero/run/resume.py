@@ -76,7 +76,7 @@ def find_checkpoint(
 
 
 def find_branch(config: Config, group: Any, passing_over: Mapping[str, str]) -> Path:
-    """Return the checkpoint of --decay-from, for a branch that has not saved yet. Arguments as in `find_checkpoint`.
+    """Return the checkpoint of --decay-from if the branch has not saved yet. Arguments as in `find_checkpoint`.
 
     Raises:
         ValueError: a decay cannot begin there, or the folders of the logs are those of its run.

@@ -80,7 +80,7 @@ def sums(paths: Saved, weights: Sequence[float]) -> dict[str, Any]:
 def test_a_merge_is_the_sum_of_numpy(
     precisions: Sequence[str], dtype: torch.dtype, saved: Callable[[str], Saved], tmp_path: Path
 ) -> None:
-    """Of checkpoints of different layouts, also of different precisions; bands are smaller than tensors."""
+    """Checkpoints are of different layouts, and in one case precisions; bands are smaller than tensors."""
     paths = [saved(precision)[at] for at, precision in enumerate(precisions)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming, "CHUNK_BYTES", 4 * 16 * 5)
@@ -126,7 +126,7 @@ class Resident(TorchDispatchMode):
 
 
 def test_one_tensor_is_in_memory_at_a_time(saved: Callable[[str], Saved], tmp_path: Path) -> None:
-    """As it was read and in fp64, with its sum: five times its bytes in fp32, for any number of checkpoints."""
+    """The tensor as read and in fp64, and its sum, are five times its bytes in fp32; checkpoints are five."""
     paths, reads = saved("fp32"), list[int]()
     with Resident() as memory:
         merged(paths, tmp_path / "merged", WEIGHTS, advance=reads.append)
