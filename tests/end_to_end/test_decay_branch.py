@@ -10,6 +10,7 @@ import pytest
 
 from megazero.flags.cli import read
 from tests.end_to_end.cli import metrics, pretrain
+from tests.helpers.programs import warm
 from tests.reference_run import write_corpus
 
 AT, DECAY = 3, 5  # iterations before the branch, and in it
@@ -83,3 +84,15 @@ def test_logs_of_the_run_are_kept(stable: Path, tmp_path: Path) -> None:
     refused = pretrain(*SHAPE, *FLAGS, *flags, "--log-dir", stable / "logs")
     assert refused.returncode == 1 and f"--log-dir {stable}/logs has the metrics of the run" in refused.stderr
     assert files(stable) == before and not (new / "latest").exists()
+
+
+def test_a_merge_begins_a_new_run(stable: Path, tmp_path: Path) -> None:
+    """A resume from it reports that the optimizer states are missing, and what else to load."""
+    paths = [stable / "run" / f"iter_{at:07d}" for at in (AT, 2 * AT)]
+    done = warm("scripts/checkpoint.py", "merge", "--weights", "-0.5,1.5", tmp_path / "merged", *paths)
+    assert done.returncode == 0, done.stderr
+    merged = ["--data-path", stable / "words", "--load", tmp_path / "merged", "--train-iters", 2]
+    said = train(*TENSOR, *merged, "--log-dir", tmp_path / "logs")
+    alone = "iter_0000000 has weights alone, because it was imported, upcycled or merged: a new run begins with them"
+    assert alone in said and curve(tmp_path / "logs")[0][:2] == (1, 4)
+    assert "has weights alone" not in train(*ZERO, *merged, "--finetune")
