@@ -87,7 +87,7 @@ def test_logs_of_the_run_are_kept(stable: Path, tmp_path: Path) -> None:
 
 
 def test_a_merge_begins_a_new_run(stable: Path, tmp_path: Path) -> None:
-    """A resume from it reports that the optimizer states are missing, and what else to load."""
+    """A resume from it reports the reason and the way out."""
     paths = [stable / "run" / f"iter_{at:07d}" for at in (AT, 2 * AT)]
     done = warm("scripts/checkpoint.py", "merge", "--weights", "-0.5,1.5", tmp_path / "merged", *paths)
     assert done.returncode == 0, done.stderr
