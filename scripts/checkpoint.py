@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""List, verify and show checkpoints; export them to Hugging Face, and import models from there; add experts.
+"""List, verify and show checkpoints; export them to Hugging Face, and import models from there; add experts; merge.
 
 examples:
   python scripts/checkpoint.py list runs/a
@@ -14,6 +14,8 @@ examples:
     write weights for --load runs/b --finetune
   python scripts/checkpoint.py upcycle --load runs/a --save runs/c --num-experts 8
     write weights of a model whose experts are copies of the MLPs of runs/a
+  python scripts/checkpoint.py merge --weights decay runs/m runs/a/iter_0000600 runs/a/iter_0000700 runs/a/iter_0000800
+    write weights that stand for a decay of the learning rate over the last 200 iterations
 """
 
 from __future__ import annotations
@@ -118,6 +120,25 @@ class Upcycle:
     """Layers that get experts, as --moe-layer-freq of pretrain_gpt.py."""
     seed: int = 1234
     """Seed of the routers' initial weights."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Write the weighted sum of the weights of checkpoints, of any layouts, as a checkpoint of weights alone.
+
+    Sums are in fp64. Few tensors are in memory at once. Optimizer states are not merged, because moments estimate the
+    gradients at their own weights: --load starts a new run from the merged weights.
+    """
+
+    output: Annotated[Path, tyro.conf.Positional]
+    """Folder of checkpoints to make: it appears whole or not at all."""
+    checkpoints: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Each one iter_NNNNNNN, or a folder of them: then the one that a resume loads."""
+    weights: str = "mean"
+    """mean: equal. decay: as if the learning rate had decayed to 0 between the first and the last checkpoint, which are
+    of a run with a constant one. W1,W2,...: a number for each checkpoint, with the sum 1."""
+    decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """--weights decay: its shape, as --lr-wsd-decay-style of pretrain_gpt.py."""
 
 
 def printed(rows: list[tuple[str, ...]]) -> None:
@@ -299,6 +320,25 @@ def upcycle_checkpoint(options: Upcycle) -> int:
     return 0
 
 
+def merge_checkpoints(options: Merge) -> int:
+    from megazero.interop.merge import merge, merge_weights, same_model
+
+    paths = [found_checkpoint(folder) for folder in options.checkpoints]
+    states = [RunState.read(path) for path in paths]
+    model = same_model(paths, states)
+    weights = merge_weights(options.weights, options.decay_style, paths, states)
+    parameters = sum(prod(spec.shape) for spec in declare(model).params())
+    total = parameters * sum(BYTES[state.master_precision] for state in states)
+    with progress_bar("merging", total) as bar:
+        merge(paths, options.output, weights, states, advance=lambda n: bar.advance(n, n))
+    printed([("weight", "checkpoint"), *((f"{w:.6g}", str(path)) for w, path in zip(weights, paths, strict=True))])
+    print(f"wrote {options.output}: {parameters:,} merged parameters. To evaluate them, or to train on from there:")
+    print(
+        f"  python pretrain_gpt.py --preset {options.output}/config.toml --load {options.output} --data-path PREFIX ..."
+    )
+    return 0
+
+
 COMMANDS = {
     List: list_checkpoints,
     Verify: verify_checkpoints,
@@ -306,12 +346,13 @@ COMMANDS = {
     Export: export_checkpoint,
     Import: import_checkpoint,
     Upcycle: upcycle_checkpoint,
+    Merge: merge_checkpoints,
 }
 
 
 if __name__ == "__main__":
     try:
-        chosen = tyro.cli(List | Verify | Show | Export | Import | Upcycle, description=__doc__)
+        chosen = tyro.cli(List | Verify | Show | Export | Import | Upcycle | Merge, description=__doc__)
         sys.exit(COMMANDS[type(chosen)](chosen))
     except ModuleNotFoundError as error:
         sys.exit(f"this {missing_package(error)}")

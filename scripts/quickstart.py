@@ -30,9 +30,20 @@ console = Console(soft_wrap=True, highlight=False)
 
 
 def main() -> None:
+    start = time.monotonic()
+    prepare()
+    train()
+    show(5, "draw the loss curve, generate text", False)
+    python("scripts/plot_metrics.py", RUN, "--output", RUN / "loss.png")
+    prompt = ["--prompt", "**HAMLET**", "--max-new-tokens", 120]
+    python("scripts/generate.py", "--load", CHECKPOINTS, *prompt)
+    report(time.monotonic() - start)
+
+
+def prepare() -> None:
+    """Make the corpus in RUN, in the folder of the repository."""
     os.chdir(ROOT)
     RUN.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
     get_corpus()
     plays = sorted(str(path) for path in CORPUS.glob("*.md"))
     show(2, "train a tokenizer", TOKENIZER.exists())
@@ -43,12 +54,6 @@ def main() -> None:
     if not index.exists():
         files = ["--input", *plays, "--output-prefix", DATA, "--tokenizer", TOKENIZER]
         python("data_tools/preprocess_data.py", *files, "--append-eod", "--workers", 2)
-    train()
-    show(5, "draw the loss curve, generate text", False)
-    python("scripts/plot_metrics.py", RUN, "--output", RUN / "loss.png")
-    prompt = ["--prompt", "**HAMLET**", "--max-new-tokens", 120]
-    python("scripts/generate.py", "--load", CHECKPOINTS, *prompt)
-    report(time.monotonic() - start)
 
 
 def show(step: int, title: str, done: bool) -> None:

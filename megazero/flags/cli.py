@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megazero.engine.options.limits import check_text
 from megazero.engine.options.schema import Config
+from megazero.flags.branch import branch
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, to_toml, toml_value, value_of, with_values
 from megazero.flags.foreign.translate import OWN_WORDS, refusals, split_items, translate
 from megazero.flags.giving_way import give_way
@@ -140,6 +141,8 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         config = with_values(config, {name: flags()[name].default for name in dropped})
         if lost := " ".join(as_flag(flag, values[flag]) for flag in LAYOUT_FLAGS if flag in dropped):
             notes.append(f"--layout auto chooses the layout, without {lost} of --preset {name}; name a flag to keep it")
+    config, branched = branch(config, names_of(args))
+    notes += [branched] if branched else []
     from_preset = {flag for flag, value in preset.values.items() if values[flag] == value} - names_of(args) - dropped
     config, changes = give_way(config, name, from_preset, names_of(args))
     return Command(config=config, args=args, given=given - dropped, notes=[*notes, *changes], dropped=dropped)

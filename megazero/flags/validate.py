@@ -43,6 +43,8 @@ NEEDS = {
     "save-hf": "--save DIR",
     "save-hf-interval": "--save-hf DIR",
     "finetune": "--load DIR",
+    "decay-from": "--save DIR and --decay-iters K",
+    "decay-iters": "--decay-from S/iter_N",
     "eval-only": "--load DIR",
     "eval-split": "--eval-only",
     "qk-norm-all-heads": "--qk-layernorm",

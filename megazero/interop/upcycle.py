@@ -7,23 +7,20 @@ results is that of the MLP for any choice of the router. Sparse Upcycling (Komat
 from __future__ import annotations
 
 import functools
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from megazero.checkpoint.streaming import TensorReader, bands, write_checkpoint
+from megazero.checkpoint.streaming import TensorReader, bands
 from megazero.engine.kernels import initial_values
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.parameters import LocalBlock, ParamSpec
-from megazero.engine.plan.layout.topology import Layout
-from megazero.files import new_folder, write_atomically
-from megazero.flags.flag_names import to_toml
 from megazero.flags.validate import check_values
-from megazero.run.run_state import RunState, attached_tokenizer, run_tokenizer
+from megazero.interop.weights_only import write_weights
+from megazero.run.run_state import RunState
 
 EXPERTS, MLP = ".mlp.experts.", ".mlp."  # in names of the same weights: with experts, without
 
@@ -64,24 +61,9 @@ def upcycle(
         ValueError: `output` exists already.
         Damaged: the checkpoint is damaged.
     """
-    state = RunState.read_alone(path)
-    specs = list(declare(model).params())
-    dtype = torch.float64 if state.master_precision == "fp64" else torch.float32
-    tokenizer = run_tokenizer(path, state) if state.saved_tokenizer else None
-    saved, attached = attached_tokenizer(tokenizer)
-    new = RunState(
-        *(0, 0, 0, None, asdict(model), asdict(Layout())),
-        config={"data": state.config.get("data", {}), "training": {"precision": state.master_precision}},
-        run=uuid.uuid4().hex,
-        weights_only=True,
-        saved_tokenizer=saved,
-    )
-    with new_folder(output) as folder:
-        names = {field.name.replace("_", "-") for field in fields(model)}
-        write_atomically(folder / "config.toml", to_toml(replace(Config(), model=model), names).encode())
-        shapes = {f"model.{spec.name}": spec.shape for spec in specs}
-        tensors = (_counted(_tensor(TensorReader(path), spec, seed, dtype), advance) for spec in specs)
-        write_checkpoint(folder, 0, shapes, tensors=tensors, state=new.to_json(), attached=attached, dtype=dtype)
+    dtype = torch.float64 if RunState.read_alone(path).master_precision == "fp64" else torch.float32
+    tensors = (_counted(_tensor(TensorReader(path), spec, seed, dtype), advance) for spec in declare(model).params())
+    write_weights(path, output, model, tensors=tensors, dtype=dtype)
 
 
 def _tensor(reader: TensorReader, spec: ParamSpec, seed: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:

@@ -24,6 +24,7 @@ from megazero.engine.mesh.collectives import MIN
 from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.step.engine import Engine
 from megazero.engine.zero.shards import LocalShard
+from megazero.flags.branch import SETS
 from megazero.flags.stages import WHOLE, DataStage
 from megazero.log import log
 from megazero.run.changes import changed_options
@@ -35,6 +36,11 @@ from megazero.world import generation
 
 # Seconds before each further attempt of a run's last save: ten minutes in which a user can free space.
 LAST_SAVE_WAITS = (10.0, 20.0, 30.0, *[60.0] * 9)
+
+WEIGHTS_ALONE = (
+    "{} has weights alone, because it was imported, upcycled or merged: a new run begins with them at iteration 0 and "
+    "sample 0, with new optimizer states. To continue a run, --load a checkpoint that it saved"
+)
 
 # Opens a Hugging Face folder for a model; returns the function that fills shards, and `RunState.expert_biases`.
 OpenWeights = Callable[[Path, ModelConfig], tuple[Callable[[Mapping[str, LocalShard]], None], dict[str, list[float]]]]
@@ -324,12 +330,13 @@ class CheckpointLoader:
         Args:
             faults: by key or name, the damage of those that were tried; grows in between.
         """
-        resumes = takes_memory(self.config)
-        asked = resumes or (self.config.parallel.elastic and generation() > 0)
+        save = Path(self.config.checkpoint.save)
+        asked = takes_memory(self.config) or (self.config.parallel.elastic and generation() > 0)
         while True:
             load = find_checkpoint(self.config, self.mesh.host_group, faults)
             if self.memory is not None and asked:  # unless it resumes, --save has no checkpoint yet
-                yield from ((copy.path, copy) for copy in self.memory.find(load if resumes else None, faults))
+                saved = load if load is not None and load.parent.resolve() == save.resolve() else None
+                yield from ((copy.path, copy) for copy in self.memory.find(saved, faults))
             if load is None:
                 return
             yield load, None
@@ -351,6 +358,8 @@ class CheckpointLoader:
         if finetunes or self.config.evaluation.eval_only or state.weights_only:
             self._load_weights(path, state.expert_biases)
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
+            if state.weights_only and not (finetunes or self.config.evaluation.eval_only):
+                log.info(WEIGHTS_ALONE.format(path))
             return Progress(state.iteration, state.consumed_samples) if self.config.evaluation.eval_only else Progress()
         saves = self.saves
         check_stage(path, state, self.config, self.stages)
@@ -364,7 +373,9 @@ class CheckpointLoader:
         self.engine.load_state_dict(restored, shards)
         self.enters_stage = state.stage != saves.stage.first
         planned = {flag for stage in self.stages for flag in stage.values} if self.enters_stage else ()
-        changes = changed_options(state, self.config, self.given, saves.fingerprints, planned=planned)
+        sets = SETS if self.config.checkpoint.decay_from else ()  # no advice to change them back
+        given = None if self.given is None else {*self.given, *sets}
+        changes = changed_options(state, self.config, given, saves.fingerprints, planned=planned)
         for text in changes.notes:
             log.info(text)
         for text in changes.warnings:

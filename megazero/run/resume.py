@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.data.tokenizer import hub_hint
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig
+from megazero.engine.options.schema import CheckpointConfig, Config, ModelConfig
 from megazero.flags.stages import DataStage
 from megazero.log import log
 from megazero.run.run_state import RunState, is_hugging_face
@@ -34,7 +35,8 @@ def find_checkpoint(
         memory: it may have a checkpoint; then it is no error if all on the disk are damaged.
 
     Raises:
-        ValueError: --load is missing; --save holds another run's checkpoints; or the checkpoint is of another model.
+        ValueError: --load is missing; --save holds another run's checkpoints; the checkpoint is of another model; or
+            --decay-from cannot begin from it.
         Damaged: the selected checkpoint is damaged, and there is no older one.
     """
     options = config.checkpoint
@@ -61,6 +63,10 @@ def find_checkpoint(
             continue
         check_same_model(path, state.typed_model(path), config.model)
         break
+    if path is None and options.decay_from:
+        return find_branch(config, group, known)
+    if path is not None and options.decay_from:
+        _check_own(path, RunState.read(path, group), options)
     if config.evaluation.eval_only and path is None:
         raise ValueError(f"--eval-only: --load {options.load} holds no checkpoint; give the --save folder of a run")
     _guard_save(options.load, options.save, path, options.finetune)
@@ -68,6 +74,64 @@ def find_checkpoint(
     if path is None and options.load and not starts:
         _refuse_missing(options.load)
     return path
+
+
+def find_branch(config: Config, group: Any, passing_over: Mapping[str, str]) -> Path:
+    """Return the checkpoint of --decay-from if the branch has not saved yet. Arguments as in `find_checkpoint`.
+
+    Raises:
+        ValueError: a decay cannot begin there, or the folders of the logs are those of its run.
+        Damaged: it is missing or damaged.
+    """
+    source = Path(config.checkpoint.decay_from)
+    try:
+        path = checkpoint.find(source, group, passing_over=passing_over)
+    except Damaged as error:
+        raise Damaged(f"--decay-from{str(error).removeprefix('--load')}") from None
+    assert path is not None  # it is no root
+    state = RunState.read(path, group)
+    check_same_model(path, state.typed_model(path), config.model)
+    check_branch(path, state, config)
+    return path
+
+
+def check_branch(path: Path, state: RunState, config: Config) -> None:
+    """Refuse to branch off the checkpoint `path` if the learning rate there is not --lr, or the logs are its run's."""
+    given, ours = f"--decay-from {path}", config.optimizer.lr
+    if state.weights_only:
+        raise ValueError(
+            f"{given} has weights alone: the optimizer states and the place in the data, which a decay continues, are "
+            "missing; name a checkpoint that a run saved, or start a new run with --load and --finetune"
+        )
+    saved, rate = state.config.get("optimizer"), state.saved_rate
+    theirs = saved.get("lr") if isinstance(saved, dict) else None
+    if isinstance(theirs, float) and rate is not None and not math.isclose(rate, theirs, rel_tol=1e-9):
+        raise ValueError(
+            f"{given}: the learning rate there is {rate:g}, and its run has --lr {theirs:g}: it warms up, or decays "
+            "already; name a checkpoint at which the learning rate is constant"
+        )
+    if rate is not None and not math.isclose(rate, ours, rel_tol=1e-9):
+        raise ValueError(f"{given}: the learning rate there is {rate:g}, and --lr is {ours:g}; give --lr {rate:g}")
+    logs = state.config.get("log")
+    for flag, folder in (("log-dir", config.log.log_dir), ("tensorboard-dir", config.log.tensorboard_dir)):
+        used = logs.get(flag.replace("-", "_")) if isinstance(logs, dict) else ""
+        if folder and used and Path(folder).resolve() == Path(str(used)).resolve():
+            raise ValueError(
+                f"--{flag} {folder} has the metrics of the run of {given}, which this run would cut off; name another "
+                "folder"
+            )
+
+
+def _check_own(path: Path, state: RunState, options: CheckpointConfig) -> None:
+    """Refuse a --save folder whose checkpoint `path` is not of a branch off --decay-from."""
+    saved = state.config.get("checkpoint")
+    theirs = str(saved.get("decay_from", "")) if isinstance(saved, dict) else ""
+    if Path(theirs).absolute().parts[-2:] != Path(options.decay_from).absolute().parts[-2:]:
+        branch = f"the branch off {theirs}" if theirs else "another run"
+        raise ValueError(
+            f"--save {options.save} holds {path.name} of {branch}, not off --decay-from {options.decay_from}; name "
+            "another folder"
+        )
 
 
 def _refuse_missing(load: str) -> NoReturn:

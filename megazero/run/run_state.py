@@ -16,7 +16,8 @@ from megazero.checkpoint import Damaged
 from megazero.checkpoint.folders import LATEST
 from megazero.checkpoint.manifest import read_state_file
 from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
-from megazero.engine.options.schema import Config, ModelConfig
+from megazero.engine.options.schema import Config, ModelConfig, OptimizerConfig
+from megazero.engine.step.optimization import learning_rate
 from megazero.flags.validate import check_values
 
 TOKENIZER = "tokenizer"  # folder of the tokenizer in a checkpoint
@@ -143,6 +144,15 @@ class RunState:
     def master_precision(self) -> str:
         """The --precision of the checkpoint's weights: fp64 or fp32."""
         return "fp64" if self._option("training", "precision") == "fp64" else "fp32"
+
+    @property
+    def saved_rate(self) -> float | None:
+        """The learning rate of the saved iteration; None if the state has no schedule, as that of weights alone."""
+        try:
+            schedule = msgspec.convert(self.config["optimizer"], OptimizerConfig)
+            return learning_rate(schedule, max(1, self.iteration))
+        except (KeyError, ValueError, ArithmeticError):  # msgspec's are ValueErrors
+            return None
 
     def _option(self, group: str, name: str) -> object:
         options = self.config.get(group)

@@ -387,6 +387,19 @@ def test_a_deleted_save_folder_is_another_run(runs: Runs) -> None:
     assert [iteration for iteration, _ in runs("dp2 zero1", 3, "ab").curve] == [1, 2, 3]
 
 
+@pytest.mark.second
+def test_a_branch_resumes_from_its_memory(runs: Runs) -> None:
+    """The checkpoint that it began from has a larger save number, of another folder."""
+    runs("dp2 zero1", 3, "ab", save_interval=1)
+    source = runs.disk.with_name("source")
+    runs.disk.rename(source)
+    shutil.rmtree(runs.memory)
+    branch = {"decay_from": str(source / "iter_0000003"), "decay_iters": 17}
+    assert [iteration for iteration, _ in runs("dp2 zero1", 5, "ab", **branch).curve] == [4, 5]
+    rest = runs("dp2 zero1", 6, "ab", **branch)
+    assert rest.curve == runs.whole("dp2 zero1", 6)[4:] and not [*runs.disk.glob("iter_*")]
+
+
 def held(iteration: int, number: int, seconds: float, files: str, absent: str = "") -> Held:
     return Held((number, seconds), iteration, 1, tuple(files), tuple(absent))
 

@@ -97,6 +97,12 @@ class CheckpointConfig:
     is the folder of --save: then the run starts from the beginning."""
     finetune: bool = False
     """Load only weights. Optimizer, schedule and data start from the beginning, at iteration 0."""
+    decay_from: str = ""
+    """S/iter_N: branch off a run with a constant learning rate. Load this checkpoint, with optimizer states and the
+    place in the data, and decay to --min-lr in --decay-iters iterations, in the shape of --lr-wsd-decay-style. Needs a
+    --save of its own, from which the same command resumes. Sets --train-iters and the other flags of the schedule."""
+    decay_iters: Iterations = 0
+    """Iterations of the decay of --decay-from."""
     load_exact: bool = False
     """End with an error if the newest checkpoint is damaged, instead of loading an older one."""
     save_interval: Iterations = 0

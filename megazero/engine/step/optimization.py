@@ -33,7 +33,9 @@ def learning_rate(config: OptimizerConfig, iteration: int) -> float:
     begin = warmup
     if style == "wsd":
         begin, style = end - config.lr_wsd_decay_iters, config.lr_wsd_decay_style
-    done = min(1.0, max(0.0, (iteration - begin) / (end - begin)))
+    if iteration <= begin:
+        return config.lr  # min_lr + (lr - min_lr) may round to its neighbour
+    done = min(1.0, (iteration - begin) / (end - begin))
     return config.min_lr + (config.lr - config.min_lr) * DECAYS[style](done)
 
 

@@ -65,7 +65,8 @@ COMING: set[str] = set()
 # 177: --mtp-num-layers and --mtp-loss-scaling-factor.
 # 178: --data-stages.
 # 179: --packing.
-NUM_OPTIONS = 179
+# 181: --decay-from and --decay-iters.
+NUM_OPTIONS = 181
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -128,6 +129,9 @@ def test_every_flag_is_parsed() -> None:
             elif kind is bool:
                 expected[flag] = True
                 argv.append(f"--{flag}")
+                continue
+            elif flag == "decay-iters":  # with it, a branch sets other flags: tests/unit/run/test_branch.py
+                expected[flag] = 0
                 continue
             else:
                 expected[flag] = {int: 7, float: 0.25, str: "word"}.get(kind, ("0.3", "a", "0.7", "b"))
@@ -578,6 +582,9 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ),
     ({"save_interval": 5}, 1, 9, "--save-interval 5 needs --save DIR"),
     ({"save_hf": "x"}, 1, 9, "--save-hf x needs --save DIR"),
+    ({"decay_from": "s/iter_0000005", "decay_iters": 3}, 1, 9, "--decay-from s/iter_0000005 needs --save DIR and"),
+    ({"decay_from": "s/iter_0000005", "save": "x"}, 1, 9, "--decay-from .* needs --save DIR and --decay-iters K"),
+    ({"decay_iters": 3}, 1, 9, "--decay-iters 3 needs --decay-from S/iter_N"),
     ({"save": "x", "save_hf_interval": 5}, 1, 9, "--save-hf-interval 5 needs --save-hf DIR"),
     ({"save": "x", "save_hf": "./x"}, 1, 9, "--save-hf ./x is the folder of --save"),
     (

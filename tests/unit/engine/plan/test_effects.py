@@ -180,6 +180,8 @@ SEEN = {
     "save": "unit/run/test_resume.py",
     "load": "unit/run/test_resume.py",
     "finetune": "parallel/test_run_life.py",
+    "decay-from": "end_to_end/test_decay_branch.py",
+    "decay-iters": "end_to_end/test_decay_branch.py",
     "load-exact": "unit/run/test_resume.py",
     "save-interval": "end_to_end/test_pretrain.py",
     "save-hf": "end_to_end/test_continued_pretraining.py",
