@@ -9,6 +9,7 @@ from typing import Any
 
 from megazero.engine.options.schema import Config
 from megazero.files import explain, read_small
+from megazero.flags.branch import SETS
 from megazero.flags.flag_names import value_of, with_values
 from megazero.flags.presets import typed_values
 from megazero.flags.validate import plans
@@ -70,7 +71,8 @@ def read_stages(config: Config) -> tuple[DataStage, ...]:
     found = [WHOLE]
     for number, table in enumerate(tables, 2):
         found[-1] = replace(found[-1], stop=_first(table, found[-1].first, f"{source}: stage {number}"))
-        found.append(DataStage(number, found[-1].stop or 0, None, _values(table, f"{source}: stage {number}")))
+        values = _values(table, f"{source}: stage {number}", bool(config.checkpoint.decay_from))
+        found.append(DataStage(number, found[-1].stop or 0, None, values))
     for stage in found[:-1]:
         _check_border(stage, config, source)
     return tuple(found)
@@ -87,11 +89,13 @@ def _first(table: Mapping[str, Any], before: int, where: str) -> int:
     return first
 
 
-def _values(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _values(table: Mapping[str, Any], where: str, branches: bool) -> dict[str, Any]:
     values = typed_values({key: value for key, value in table.items() if key != FROM}, where)
     for key in values:
         if key not in STAGE_FLAGS:
             raise ValueError(f"{where}: --{key} holds for the whole run; a stage may change {', '.join(STAGE_FLAGS)}")
+        if branches and key in SETS:
+            raise ValueError(f"{where}: --{key} and --decay-from: the branch has its own; leave out {key}")
     return values
 
 

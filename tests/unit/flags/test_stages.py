@@ -14,7 +14,7 @@ from megazero.flags.cli import parse
 from megazero.flags.stages import WHOLE, DataStage, of_longest, read_stages
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
-FLAGS = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 3 --train-iters 90"
+FLAGS = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 3"
 TWO = "[[stage]]\nfrom-sample = 40\nseq-length = 64\nmicro-batch-size = 1\n[[stage]]\nfrom-sample = 60\nlr = 1e-4\n"
 
 
@@ -81,6 +81,11 @@ WRONG = {
         "[[stage]]\nfrom-sample = 8\nglobal-batch-size = 6\n[[stage]]\nfrom-sample = 24\n",
         "",
         "stage 3 begins at sample 24, inside a global batch of 6; use 20 or 26",
+    ),
+    "a schedule of its own in a branch": (
+        "[[stage]]\nfrom-sample = 8\nlr-decay-iters = 9\n",
+        "--decay-from run/iter_0000002 --decay-iters 5",
+        "--lr-decay-iters and --decay-from",
     ),
     "in the ramp": (
         "[[stage]]\nfrom-sample = 8\n",
