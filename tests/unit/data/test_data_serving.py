@@ -78,6 +78,7 @@ def test_one_process_computes_a_table_and_the_others_map_it(tmp_path: Path, plac
     assert built == 1 and read == [read[0]] * 3
 
 
+@pytest.mark.second
 def test_where_nothing_can_be_locked_each_computes_its_own(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "c", numbered_documents(60))
     for name in ("c_index_cache", "system"):
