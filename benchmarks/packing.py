@@ -6,7 +6,10 @@ Example: python benchmarks/packing.py runs/preprocess
 
 from __future__ import annotations
 
+import json
 import resource
+import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +24,11 @@ from megazero.data.epochs import permutation
 from megazero.data.indexed import Int64s
 from megazero.data.packing import pack_documents
 
+ROOT = Path(__file__).resolve().parents[1]
 CORPORA, LENGTHS = ("dictionary", "Linux", "Python"), (2048, 8192)
+PAIR, SEEDS = "dictionary", (1, 2, 3)  # the corpus and the seeds of `losses`
+MODEL = "--architecture llama --num-layers 3 --hidden-size 96 --num-attention-heads 3 --seq-length 256"
+TRAINING = "--train-iters 300 --global-batch-size 16 --micro-batch-size 16 --lr 3e-3 --lr-warmup-iters 30"
 
 
 def cuts(lengths: Int64s, s: int) -> list[str]:
@@ -62,6 +69,37 @@ def times() -> None:
     print(markdown(["documents", "CPU seconds", "MB besides the lengths", "padding"], rows))
 
 
+def run(*words: object) -> None:
+    subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def losses(folder: Path) -> None:
+    """Print validation losses on whole documents, after training on as many tokens of either packing."""
+    prepared(PAIR, folder)  # its jsonl
+    tokenizer, text, corpus = folder / "small.json", folder / f"{PAIR}.jsonl", folder / "small"
+    if not tokenizer.exists():
+        run("data_tools/train_tokenizer.py", "--input", text, "--vocab-size", 2048, "--output", tokenizer)
+    prefix = f"{corpus}_text_document"
+    if not Path(f"{prefix}.idx").exists():
+        words = ["--input", text, "--output-prefix", corpus, "--tokenizer", tokenizer, "--append-eod"]
+        run("data_tools/preprocess_data.py", *words)
+    rows = []
+    for packing in ("split", "best-fit"):
+        found = []
+        for seed in SEEDS:
+            save = folder / f"{packing}-{seed}"
+            common = ["--data-path", prefix, "--split", "98,2", *MODEL.split()]
+            if not list(save.glob("iter_*")):
+                run("pretrain_gpt.py", *common, *TRAINING.split(), "--packing", packing, "--seed", seed, "--save", save)
+            log = folder / f"{packing}-{seed}-log"
+            whole = ["--packing", "best-fit", "--eval-only", "--eval-iters", 0, "--load", save, "--log-dir", log]
+            run("pretrain_gpt.py", *common, *whole)
+            found.append(json.loads((log / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"])
+        rows.append([packing, *(f"{loss:.4f}" for loss in found), f"{statistics.mean(found):.4f}"])
+    print(markdown(["--packing", *(f"seed {seed}" for seed in SEEDS), "mean"], rows))
+
+
 if __name__ == "__main__":
     tables(Path(sys.argv[1]))
     times()
+    losses(Path(sys.argv[1]))
