@@ -87,11 +87,11 @@ def losses(folder: Path) -> None:
     for packing in ("split", "best-fit"):
         found = []
         for seed in SEEDS:
-            save = folder / f"{packing}-{seed}"
+            save = folder / "losses" / f"{packing}-{seed}"
             common = ["--data-path", prefix, "--split", "98,2", *MODEL.split()]
             if not list(save.glob("iter_*")):
                 run("pretrain_gpt.py", *common, *TRAINING.split(), "--packing", packing, "--seed", seed, "--save", save)
-            log = folder / f"{packing}-{seed}-log"
+            log = folder / "losses" / f"{packing}-{seed}-log"
             whole = ["--packing", "best-fit", "--eval-only", "--eval-iters", 0, "--load", save, "--log-dir", log]
             run("pretrain_gpt.py", *common, *whole)
             found.append(json.loads((log / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"])
