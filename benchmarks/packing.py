@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORPORA, LENGTHS = ("dictionary", "Linux", "Python"), (2048, 8192)
 PAIR, SEEDS = "dictionary", (1, 2, 3)  # the corpus and the seeds of `losses`
 MODEL = "--architecture llama --num-layers 3 --hidden-size 96 --num-attention-heads 3 --seq-length 256"
-TRAINING = "--train-iters 300 --global-batch-size 16 --micro-batch-size 16 --lr 3e-3 --lr-warmup-iters 30"
+TRAINING = "--train-iters 120 --global-batch-size 16 --micro-batch-size 16 --lr 3e-3 --lr-warmup-iters 12"
 
 
 def cuts(lengths: Int64s, s: int) -> list[str]:
