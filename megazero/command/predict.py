@@ -23,12 +23,12 @@ def predict(command: Command) -> None:
     console, config = Console(width=None if sys.stdout.isatty() else 160), command.config
     device = load_device(config.plan.device_type)
     config, note = gpu_defaults(config, command.given, device.fastest_precision if device.kind == "cuda" else None)
-    config, stage = of_longest(config)
+    config, of_stage, stage = of_longest(config)
     for line in filter(None, (note, stage)):
         log.info(line)
     if config.parallel.layout == "auto":
         world = config.plan.world_size or 1
-        choice = choose_layout(config, command.given, world, vocab_size=vocabulary(config), device=device)
+        choice = choose_layout(config, command.given | of_stage, world, vocab_size=vocabulary(config), device=device)
         log.info(choice.words(config, device, command.dropped))
         config = choice.apply(config)
     if config.plan.plan_search:

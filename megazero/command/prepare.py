@@ -20,7 +20,7 @@ from megazero.files import explain
 from megazero.flags.cli import Command
 from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.flags.resolve import resolve
-from megazero.flags.stages import DataStage, longest, read_stages, without
+from megazero.flags.stages import DataStage, longest, read_stages, unreached, without
 from megazero.flags.validate import check_device
 from megazero.host import Machine
 from megazero.interop.huggingface.export import check_export
@@ -119,8 +119,14 @@ def prepare(command: Command, world: World) -> Prepared:
     tokenizer = data_tokenizer(config)
     ranks, stages = find_ranks(config, world, device), read_stages(config)
     most = longest(config, stages)
-    choice = choose_flags(command, most.over(config), ranks, tokenizer.vocab_size if tokenizer else 0)
+    given = command._replace(given=command.given | most.values.keys())
+    choice = choose_flags(given, most.over(config), ranks, tokenizer.vocab_size if tokenizer else 0)
     choice = choice._replace(config=without(choice.config, most, config))
+    for late in unreached(choice.config, stages) if world.rank == 0 else ():
+        log.warning(
+            f"--data-stages {config.data.data_stages}: stage {late.number}, from sample {late.first:,}, begins after "
+            f"--train-iters {config.training.train_iters}"
+        )
     checked = check_stages(choice.config, stages, ranks, tokenizer)
     verdict = verdict_of_rank_0(checked[0]) if world.rank == 0 else Verdict()
     if verdict.refusal and world.has_peers:  # at once, because the others may start late, or never

@@ -20,14 +20,16 @@ from megazero.world import World
 def rehearse(command: Command, world: World) -> None:
     """Run the steps, and report their bytes next to the predicted ones."""
     config, note = gpu_defaults(command.config, command.given, _fastest_precision(command.config, world))
-    config, stage = of_longest(config)
+    config, of_stage, stage = of_longest(config)
     for line in filter(None, (note, stage)):
         log.info(line)
     if config.parallel.layout == "auto":
         on = config.plan.rehearse_on
         priced = load_device(config.plan.device_type or (CPU if RehearsalDevice.of(on).kind == CPU else ""))
         pretended = pretended_world(config, world)
-        choice = choose_layout(config, command.given, pretended, vocab_size=vocabulary(config), device=priced)
+        choice = choose_layout(
+            config, command.given | of_stage, pretended, vocab_size=vocabulary(config), device=priced
+        )
         log.info(choice.words(config, priced, command.dropped))
         config = choice.apply(config)
     run_rehearsal(config, world, vocabulary(config))

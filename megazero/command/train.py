@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from megazero import checkpoint
 from megazero.checkpoint.locking import SaveLock
 from megazero.cluster import failures, launch
@@ -65,12 +67,21 @@ def train(command: Command, world: World, signals: Signals) -> Wish | None:
                 stop = run.evaluate() if config.evaluation.eval_only else run.train()
             sample, goes_on = run.trainer.progress.consumed_samples, run.goes_on
             if goes_on:
-                prepared, clock, screen = continuing(prepared), StartClock(), []
-            del run  # before the engine of the next stage is built
+                saved = run.trainer.progress.iteration > 0
+                prepared, clock, screen = continuing(prepared) if saved else prepared, StartClock(), []
+            del run
+            free_memory(mesh)  # before the engine of the next stage is built
     if lock is not None:
         lock.release()
     launch.stop(world, config.parallel.distributed_timeout_minutes)
     return stop
+
+
+def free_memory(mesh: Mesh) -> None:
+    """Free the engine of a stage that has ended, of which a cycle of references may be left."""
+    gc.collect()
+    if mesh.device.type == "cuda":
+        torch.cuda.empty_cache()  # buffers of the next stage have other sizes
 
 
 def next_sample(config: Config, mesh: Mesh) -> int:
@@ -104,7 +115,7 @@ def connect(prepared: Prepared) -> tuple[Mesh, list[str]]:
     (world, device, machine), (config, layout, tokenizer, datasets, _) = prepared.ranks, prepared.checked
     minutes, screen = config.parallel.distributed_timeout_minutes, []
     hosts = launch.start(world, device, minutes)
-    later = [each.datasets for each in prepared.stages[1:]]
+    later = [(each.stage, each.datasets) for each in prepared.stages[1:]]
     values = functools.partial(run_values, config, datasets, tokenizer, later)
     agree(values, world, device, hosts=hosts, refused=prepared.verdict.refusal)
     if world.rank == 0:

@@ -1,5 +1,6 @@
 """The corpora of a run: named, opened once, checked once, and handed out as datasets."""
 
+import os
 import random
 import re
 import resource
@@ -40,6 +41,7 @@ class Datasets:
     validation: Samples
     test: Samples
     corpora: tuple[IndexedDataset, ...] = ()
+    continued: tuple[str, ...] = ()  # sentences on corpora that earlier stages have read
 
     def _parts(self, split: str) -> list[GPTDataset]:
         """A split of each corpus, in the order of --data-path; empty with --mock-data."""
@@ -70,7 +72,7 @@ class Datasets:
         if isinstance(self.train, MockSamples):
             floor = log(self.train.vocab_size)
             return [f"--mock-data: tokens are made up; the loss goes to ln(--vocab-size) = {floor:.4f}"]
-        return [*self._masked(), *self._packed(split), *self._divided()]
+        return [*self._masked(), *self._packed(split), *self._divided(), *self.continued]
 
     def _packed(self, split: str) -> list[str]:
         packed = [part for part in self._parts(split) if isinstance(part, PackedDataset)]
@@ -134,11 +136,35 @@ class Continued(NamedTuple):
 
     Attributes:
         origin: the stage's first sample.
-        tokens: by prefix, those of each corpus that earlier stages were served.
+        tokens: by file, those of each corpus that earlier stages were served.
+        seq_length: of the stage before.
     """
 
     origin: int
     tokens: Mapping[str, int]
+    seq_length: int
+
+    def first(self, data: IndexedDataset, seq_length: int) -> int:
+        """Return the sample at which a corpus continues."""
+        return -(-self.tokens.get(_file(data), 0) // seq_length)
+
+    def notes(self, corpora: Sequence[IndexedDataset], seq_length: int) -> tuple[str, ...]:
+        """Return a sentence on each corpus that continues."""
+        found = []
+        for data in corpora:
+            if first := self.first(data, seq_length):
+                served = self.tokens[_file(data)] / data.num_tokens % 1
+                again = (
+                    f"; its samples have another length and another order: about {served:.0%} of those in the "
+                    "rest of this epoch were served before"
+                )
+                same = seq_length == self.seq_length
+                found.append(f"{data.prefix} continues at its sample {first:,}{'' if same else again}")
+        return tuple(found)
+
+
+def _file(data: IndexedDataset) -> str:
+    return os.path.realpath(f"{data.prefix}.bin")
 
 
 def continued(datasets: Datasets, stop: int, seq_length: int, before: Continued | None = None) -> Continued:
@@ -147,8 +173,8 @@ def continued(datasets: Datasets, stop: int, seq_length: int, before: Continued 
     origin = before.origin if before is not None else 0
     counts = train.counts(stop) if isinstance(train, BlendedDataset) else [stop - origin] * len(datasets.corpora)
     for data, count in zip(datasets.corpora, counts, strict=True):
-        tokens[data.prefix] += count * seq_length
-    return Continued(stop, tokens)
+        tokens[_file(data)] += count * seq_length
+    return Continued(stop, tokens, seq_length)
 
 
 def _counted(data: IndexedDataset) -> str:
@@ -268,12 +294,13 @@ def open_datasets(
             for part in parts:
                 part.check()
         if split_name == "train" and begins is not None:
-            firsts = [-(-begins.tokens.get(data.prefix, 0) // seq_length) for data in corpora]
+            firsts = [begins.first(data, seq_length) for data in corpora]
             return BlendedDataset(parts, weights, begins.origin, firsts)
         return parts[0] if len(parts) == 1 else BlendedDataset(parts, weights)
 
     train, validation, test = (opened(name) for name in SPLITS)
-    return Datasets(train, validation, test, corpora)
+    continues = begins.notes(corpora, seq_length) if begins is not None else ()
+    return Datasets(train, validation, test, corpora=corpora, continued=continues)
 
 
 def _allow_files(corpora: Sequence[IndexedDataset]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from megazero.files import explain, read_small
 from megazero.flags.branch import SETS
 from megazero.flags.flag_names import value_of, with_values
 from megazero.flags.presets import typed_values
-from megazero.flags.validate import plans
+from megazero.flags.validate import plans, skipped_samples
 
 FROM = "from-sample"
 STAGE_FLAGS = (
@@ -75,7 +75,36 @@ def read_stages(config: Config) -> tuple[DataStage, ...]:
         found.append(DataStage(number, found[-1].stop or 0, None, values))
     for stage in found[:-1]:
         _check_border(stage, config, source)
+    if config.data.skip_samples:
+        _check_skipped(found, config, source)
     return tuple(found)
+
+
+def _check_skipped(stages: Sequence[DataStage], config: Config, source: str) -> None:
+    """Refuse a --skip-samples after which no batch begins at a border."""
+    left_out = skipped_samples(config)
+    stage = next(stage for stage in stages if stage.holds(left_out.start))
+    if stage.stop is None:
+        return
+    size, begins = stage.over(config).batch_sizes.full, _start_of_batch(config, stage, left_out.stop)
+    if left_out.stop > stage.stop or begins != left_out.stop:
+        raise ValueError(
+            f"--skip-samples {config.data.skip_samples} with {source}: it must end where a global batch of its stage "
+            f"begins, such as {left_out.start}:{min(begins + size, stage.stop)}"
+        )
+
+
+def unreached(config: Config, stages: Sequence[DataStage]) -> list[DataStage]:
+    """Return the stages that begin after the last of --train-iters."""
+    left, found = config.training.train_iters, []
+    for stage in stages:
+        if left <= 0:
+            found.append(stage)
+        sizes, consumed = stage.over(config).batch_sizes, stage.first
+        while stage.stop is not None and consumed < min(sizes.samples, stage.stop):
+            consumed, left = consumed + sizes.at(consumed), left - 1
+        left -= (stage.stop - consumed) // sizes.full if stage.stop is not None else left
+    return found
 
 
 def _first(table: Mapping[str, Any], before: int, where: str) -> int:
@@ -134,17 +163,23 @@ def longest(config: Config, stages: tuple[DataStage, ...]) -> DataStage:
     return max(stages, key=tokens)
 
 
-def of_longest(config: Config) -> tuple[Config, str]:
-    """Return the options of the stage with the most tokens in a micro-batch, and a note for a plan; "" if it has one.
+def of_longest(config: Config) -> tuple[Config, frozenset[str], str]:
+    """Return the options of the stage with the most tokens in a micro-batch, the flags that it sets, and a note.
+
+    The note is empty if there is one stage.
 
     Raises:
         ValueError: as `read_stages`.
     """
     stages = read_stages(config)
     if len(stages) == 1:
-        return config, ""
+        return config, frozenset(), ""
     stage = longest(config, stages)
-    return stage.over(config), f"--data-stages: stage {stage.number} of {len(stages)}, from sample {stage.first:,}"
+    return (
+        stage.over(config),
+        frozenset(stage.values),
+        f"--data-stages: stage {stage.number} of {len(stages)}, from sample {stage.first:,}",
+    )
 
 
 def without(config: Config, stage: DataStage, before: Config) -> Config:

@@ -371,7 +371,7 @@ class CheckpointLoader:
         updates = state.updates if same else 0
         restored = {"updates": updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
         self.engine.load_state_dict(restored, shards)
-        self.enters_stage = state.stage != saves.stage.first
+        self.enters_stage = state.stage != saves.stage.first and saves.stage.holds(state.consumed_samples)
         planned = {flag for stage in self.stages for flag in stage.values} if self.enters_stage else ()
         sets = SETS if self.config.checkpoint.decay_from else ()  # no advice to change them back
         given = None if self.given is None else {*self.given, *sets}

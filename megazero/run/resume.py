@@ -207,6 +207,14 @@ def check_stage(path: Path, state: RunState, config: Config, stages: Sequence[Da
             f"--data-stages {config.data.data_stages} that stage began at {now.first:,}, in the past; restore the "
             "file, or load an earlier checkpoint"
         )
+    at, size = state.consumed_samples, config.training.global_batch_size
+    stage = next(stage for stage in stages if stage.holds(at))
+    if stage.stop is not None and at >= config.batch_sizes.samples and (stage.stop - at) % size:
+        raise ValueError(
+            f"--load {path} continues at sample {at:,}, so with --global-batch-size {size} no batch begins at sample "
+            f"{stage.stop:,}, where the next stage of --data-stages {config.data.data_stages} does; restore the batch "
+            f"size, or let that stage begin at {stage.stop + (at - stage.stop) % size:,}"
+        )
 
 
 def check_data(

@@ -13,7 +13,7 @@ from megazero.data.corpora import Datasets, parse_data_path, read_data_args
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.options.schema import Config
 from megazero.flags.flag_names import flags, value_of
-from megazero.flags.stages import read_stages
+from megazero.flags.stages import DataStage
 
 # Flags that may differ between ranks, because only rank 0 writes logs, presets are compared by their values, and data
 # and tokenizers by their content.
@@ -24,14 +24,14 @@ LOCAL_FLAGS = {
 
 
 def run_values(
-    config: Config, datasets: Datasets, tokenizer: Tokenizer | None, stages: Sequence[Datasets] = ()
+    config: Config, datasets: Datasets, tokenizer: Tokenizer | None, stages: Sequence[tuple[DataStage, Datasets]] = ()
 ) -> dict[str, str]:
     """Return the values to compare, by their names in messages. `config` is resolved.
 
     They include --save and --load, which name folders that all ranks share.
 
     Args:
-        stages: data of the second stage and the later ones.
+        stages: the second one and later ones, with their data.
     """
     values = {f"--{name}": str(value_of(config, name)) for name in flags() if name not in LOCAL_FLAGS}
     data = config.data
@@ -40,10 +40,9 @@ def run_values(
     for number, (weight, content) in enumerate(zip(weights, datasets.fingerprints(), strict=True), 1):
         values[f"the weight of --data-path's corpus {number}"] = "by tokens" if weight is None else str(weight)
         values[f"the content of --data-path's corpus {number}"] = content
-    if config.data.data_stages:
-        values["the content of --data-stages"] = str([(stage.first, stage.values) for stage in read_stages(config)])
-    for number, later in enumerate(stages, 2):
-        values[f"the content of stage {number}'s corpora"] = str(later.fingerprints())
+    for stage, later in stages:
+        values[f"stage {stage.number} of --data-stages"] = f"from sample {stage.first}: {stage.values}"
+        values[f"the content of stage {stage.number}'s corpora"] = str(later.fingerprints())
     values["the content of --tokenizer"] = tokenizer.identity if tokenizer is not None else "none"
     values["megazero's code"] = code_digest(Path(megazero.__file__).parent)
     values["torch's version"] = torch.__version__

@@ -86,17 +86,25 @@ def test_stages_change_the_options(folder: Path, whole: list[tuple[Any, ...]]) -
     assert speed == pytest.approx([BATCH * 10] * 3 + [BATCH * 16] * 3 + [BATCH * 10] * 3)
 
 
-def test_stages_are_those_of_commands_by_hand(folder: Path, whole: list[tuple[Any, ...]]) -> None:
-    """The second stage as a user would write it: the first iterations of another command, from the checkpoint."""
-    out = folder / "by hand"
-    longer = ["--data-path", 3, folder / "a", 1, folder / "b", "--seq-length", 16, "--micro-batch-size", 1]
-    saving = ["--load", folder / "whole" / "iter_0000003", "--save", out, "--log-dir", out, "--exit-interval", 4]
-    done = pretrain(*SIZES, *longer, *saving)
+def test_the_first_loss_of_a_stage_is_that_of_a_run_of_its_own(folder: Path) -> None:
+    """A stage on a corpus that is new to the run begins at its first sample: as a new run on the same weights does."""
+    file = folder / "fresh.toml"
+    file.write_text(f'[[stage]]\nfrom-sample = 12\ndata-path = "{folder}/b"\nseq-length = 16\nmicro-batch-size = 1\n')
+    train(folder, "fresh", "--data-stages", file, "--exit-interval", 4)
+    out = folder / "its own"
+    own = ["--data-path", folder / "b", "--seq-length", 16, "--finetune", "--load", folder / "fresh" / "iter_0000003"]
+    done = pretrain(*SIZES, *own, "--save", out, "--log-dir", out, "--exit-interval", 1)
     assert done.returncode == 0, done.stderr
-    (record,) = metrics(out)
-    # The command by hand reads other samples of the same corpora: it cannot know where a stage begins in each of them.
-    assert record["lr"] == whole[3][4] and record["consumed_samples"] == whole[3][1]
-    assert record["loss"] != whole[3][2]
+    (record,), found = metrics(out), metrics(folder / "fresh")
+    assert record["loss"] == pytest.approx(found[3]["loss"], rel=1e-12)
+    assert record["grad_norm"] == pytest.approx(found[3]["grad_norm"], rel=1e-12)
+
+
+def test_a_batch_that_misses_a_border_is_refused(folder: Path) -> None:
+    name = "misses"
+    train(folder, name, "--exit-interval", 1)
+    said = train(folder, name, "--global-batch-size", 12, code=1)
+    assert "continues at sample 4" in said and "restore the batch size" in said
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,8 @@ def global_batch(case: Case, step: int) -> tuple[torch.Tensor, torch.Tensor, tor
         for row in range(case.batch):
             held = held_tokens(case, row)
             tokens[row, held:], mask[row, held - 1 :] = 0, 0.0
+            if case.targets == "last":
+                mask[row, held - 3 : held - 1] = 1.0
     return tokens[:, :-1], tokens[:, 1:], mask
 
 

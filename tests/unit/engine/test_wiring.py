@@ -23,6 +23,7 @@ from megazero.engine.kernels.matmul import TORCH
 from megazero.engine.model.stage import declare
 from megazero.engine.options.batch_sizes import BatchSizes
 from megazero.engine.step.batch import Dealer
+from megazero.flags.stages import WHOLE
 from megazero.interop.huggingface.weight_files import open_weights
 from megazero.observe.memory_report import device_in_use, explain_out_of_memory
 from megazero.world import World
@@ -134,7 +135,7 @@ LAYERS = ["token_embedding", "position_embedding", "blocks.0", "blocks.1", "bloc
 FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     "machine": {"world": WORLD, "device": CPU, "folder": FOLDER},
     "check_memory": {"config": CONFIG, "layout": As("Trainer.mesh.layout"), "rank": 0, "machine": Kind("Machine")},
-    "open_data": {"config": CONFIG, "tokenizer": As("Trainer.tokenizer")},
+    "open_data": {"config": CONFIG, "tokenizer": As("Trainer.tokenizer"), "begins": None},
     "open_datasets": {
         "data_path": As("Trainer.config.data.data_path"),
         "split": "40,40,20",
@@ -146,6 +147,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "document_flags": ("--eod-mask-loss", "--reset-position-ids"),
         "split_by": "documents",
         "packing": "split",
+        "begins": None,
     },
     "GPTDataset": {
         "data": Kind("IndexedDataset"),
@@ -156,7 +158,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "vocab_size": 260,
         "split_by": "documents",
     },
-    "BlendedDataset": {"datasets": Kind("list"), "weights": [3, 1]},
+    "BlendedDataset": {"datasets": Kind("list"), "weights": [3, 1], "origin": 0, "firsts": ()},
     "find_checkpoint": {"config": CONFIG, "group": None, "passing_over": {}, "memory": True},
     "Clock": {
         "duration_minutes": 90.0,
@@ -170,7 +172,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     "start": {"world": WORLD, "device": CPU, "timeout_minutes": 7.0},
     "limit": {"world": WORLD, "seconds": 60 * (10.0 + 7.0), "action": "making the groups of ranks"},
     "stop": {"world": WORLD, "timeout_minutes": 7.0},
-    "agree": {"values": Kind("function"), "world": WORLD, "device": CPU, "hosts": HOSTS, "refused": ""},
+    "agree": {"values": Kind("partial"), "world": WORLD, "device": CPU, "hosts": HOSTS, "refused": ""},
     "build": {
         "layout": As("check_memory.layout"),
         "rank": 0,
@@ -227,11 +229,13 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "datasets": As("Trainer.datasets"),
         "tokenizer": As("Trainer.tokenizer"),
         "watchdog": As("Trainer.watchdog"),
+        "stage": WHOLE,
     },
     "CheckpointLoader": {
         "saves": As("TrainingRun.loader.saves"),
         "given": As("TrainingRun.command.given"),
         "open_weights": open_weights,
+        "stages": [WHOLE],
     },
     "Batches": {
         "dataset": As("Trainer.datasets.train"),

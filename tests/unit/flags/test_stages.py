@@ -11,7 +11,7 @@ from megazero.data.blending import BlendedDataset
 from megazero.data.corpora import Continued, continued, open_datasets
 from megazero.engine.options.schema import Config
 from megazero.flags.cli import parse
-from megazero.flags.stages import WHOLE, DataStage, of_longest, read_stages
+from megazero.flags.stages import WHOLE, DataStage, of_longest, read_stages, unreached
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 FLAGS = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 3"
@@ -39,10 +39,11 @@ def test_a_stage_is_read_alone_over_the_command(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_of_the_longest_stage(tmp_path: Path) -> None:
-    config, note = of_longest(config_of(tmp_path / "s.toml", TWO))
+    config, given, note = of_longest(config_of(tmp_path / "s.toml", TWO))
+    assert given == {"seq-length", "micro-batch-size"}
     assert config.model.seq_length == 64 and config.training.micro_batch_size == 1
     assert "stage 2 of 3, from sample 40" in note
-    assert of_longest(parse(shlex.split(FLAGS)))[1] == ""
+    assert of_longest(parse(shlex.split(FLAGS)))[2] == ""
 
 
 def test_corpora_of_a_stage_replace_those_of_the_command(tmp_path: Path) -> None:
@@ -87,6 +88,8 @@ WRONG = {
         "--decay-from run/iter_0000002 --decay-iters 5",
         "--lr-decay-iters and --decay-from",
     ),
+    "samples left out up to the middle of a batch": (TWO, "--skip-samples 2:6", "such as 2:8"),
+    "samples left out over a border": (TWO, "--skip-samples 30:48", "such as 30:40"),
     "in the ramp": (
         "[[stage]]\nfrom-sample = 8\n",
         "--rampup-batch-size 2 2 100",
@@ -104,7 +107,14 @@ def test_a_mistake_is_one_sentence(name: str, tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(ValueError, match=said) as caught:
         read_stages(config)
-    assert str(caught.value).startswith(f"--data-stages {file}") and "\n" not in str(caught.value)
+    assert f"--data-stages {file}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_stage_behind_the_last_iteration_is_found(tmp_path: Path) -> None:
+    """Stage 1 has 2 iterations of 2 samples and 9 of 4; stage 2 has 5."""
+    for last, late in ((10, [2, 3]), (11, [2, 3]), (12, [3]), (16, [3]), (17, [])):
+        config = config_of(tmp_path / "s.toml", TWO, f"--train-iters {last} --rampup-batch-size 2 2 4")
+        assert [stage.number for stage in unreached(config, read_stages(config))] == late, last
 
 
 def test_a_run_without_save_is_refused(tmp_path: Path) -> None:
@@ -125,13 +135,16 @@ def test_a_corpus_goes_on_where_it_was(tmp_path: Path) -> None:
 
     first = opened(("1", low, "2", high), 6)
     second_begins = continued(first, 12, 6)
-    assert second_begins == Continued(12, {low: 24, high: 48})
+    assert second_begins == Continued(12, {f"{low}.bin": 24, f"{high}.bin": 48}, 6)
     second = opened(("1", high, "1", low), 3, second_begins)
     assert {second.train.locate(12), second.train.locate(13)} == {(0, 16), (1, 8)}
     assert second.train.counts(20) == [4, 4]
     third_begins = continued(second, 20, 3, second_begins)
-    assert third_begins == Continued(20, {low: 24 + 12, high: 48 + 12})
-    third = opened((low,), 6, third_begins)
+    assert third_begins == Continued(20, {f"{low}.bin": 24 + 12, f"{high}.bin": 48 + 12}, 3)
+    spelt = f"{tmp_path}/../{tmp_path.name}/low"  # the same file
+    third = opened((spelt,), 6, third_begins)
+    (note,) = third.notes()
+    assert "low continues at its sample 6; its samples have another length" in note
     alone = open_datasets((low,), "1", 6, 1, None).train
     assert [third.train[20 + k].ids.tolist() for k in range(5)] == [alone[6 + k].ids.tolist() for k in range(5)]
     assert third.named == () and third.train.locate(23) == (0, 9)
