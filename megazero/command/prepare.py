@@ -20,7 +20,7 @@ from megazero.files import explain
 from megazero.flags.cli import Command
 from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.flags.resolve import resolve
-from megazero.flags.stages import DataStage, longest, read_stages, unreached, without
+from megazero.flags.stages import DataStage, longest, read_stages, unreached
 from megazero.flags.validate import check_device
 from megazero.host import Machine
 from megazero.interop.huggingface.export import check_export
@@ -119,9 +119,13 @@ def prepare(command: Command, world: World) -> Prepared:
     tokenizer = data_tokenizer(config)
     ranks, stages = find_ranks(config, world, device), read_stages(config)
     most = longest(config, stages)
-    given = command._replace(given=command.given | most.values.keys())
-    choice = choose_flags(given, most.over(config), ranks, tokenizer.vocab_size if tokenizer else 0)
-    choice = choice._replace(config=without(choice.config, most, config))
+    added = most.values.keys() - command.given  # given too, while the layout of the longest stage is chosen
+    asked = command._replace(given=command.given | added)
+    choice = choose_flags(asked, most.over(config), ranks, tokenizer.vocab_size if tokenizer else 0)
+    choice = choice._replace(
+        command=choice.command._replace(given=choice.command.given - added),
+        config=most.undone(choice.config, config),
+    )
     for late in unreached(choice.config, stages) if world.rank == 0 else ():
         log.warning(
             f"--data-stages {config.data.data_stages}: stage {late.number}, from sample {late.first:,}, begins after "

@@ -127,18 +127,16 @@ class Batches:
 
     def _document_starts(self, samples: Sequence[Sample]) -> torch.Tensor | None:
         """Return the place at which each input's document begins, [b, s] int64; None if no flag needs it."""
-        end = self._document_end
-        if end is None and all(sample.starts is None for sample in samples):
+        found = [self._starts(sample) for sample in samples]
+        if all(each is None for each in found):
             return None
-        rows = [
-            sample.starts
-            if sample.starts is not None
-            else document_starts(sample.ids[:-1], end)
-            if end is not None
-            else np.zeros(sample.ids.size - 1, np.int64)  # a sample of padding
-            for sample in samples
-        ]
-        return torch.from_numpy(np.stack(rows))
+        # Padding of a batch is one document.
+        return torch.from_numpy(np.stack([np.zeros_like(self._padding.ids[1:]) if x is None else x for x in found]))
+
+    def _starts(self, sample: Sample) -> Int64s | None:
+        if sample.starts is not None or self._document_end is None:
+            return sample.starts
+        return document_starts(sample.ids[:-1], self._document_end)
 
 
 def document_starts(ids: Int64s, end: int) -> Int64s:

@@ -40,6 +40,10 @@ class DataStage:
         empty = {"data-path": (), "data-args-path": ""} if named else {}  # a stage names corpora in its own way
         return with_values(config, empty | self.values)
 
+    def undone(self, config: Config, command: Config) -> Config:
+        """Return `config`, which is of this stage, with the command's values of the flags that the stage changes."""
+        return with_values(config, {name: value_of(command, name) for name in (*CORPORA, *self.values)})
+
     def holds(self, sample: int) -> bool:
         return self.first <= sample and (self.stop is None or sample < self.stop)
 
@@ -180,9 +184,3 @@ def of_longest(config: Config) -> tuple[Config, frozenset[str], str]:
         frozenset(stage.values),
         f"--data-stages: stage {stage.number} of {len(stages)}, from sample {stage.first:,}",
     )
-
-
-def without(config: Config, stage: DataStage, before: Config) -> Config:
-    """Return `config`, which is of a stage, with the values of `before` for the flags that the stage changes."""
-    names = [*CORPORA, *stage.values]
-    return with_values(config, {name: value_of(before, name) for name in names})

@@ -39,7 +39,10 @@ def test_lines(rank: int, world_size: int, out: list[str], err: list[str], capsy
 def test_a_full_disk_or_a_closed_pipe_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def write(self, text: str) -> None:
+            asked.append(text)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    asked = list[str]()
     monkeypatch.setattr(sys, "stdout", Full())
     log.info("done")
+    assert asked == ["done"]

@@ -27,15 +27,20 @@ SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 8 
 LAYOUTS = ["", "--sequence-parallel", "--recompute selective", "--hidden-dropout 0.1 --attention-dropout 0.1"]
 
 
-def trace_kinds(config: Config, device_type: str, replicas: int = 1) -> None:
-    """Trace each kind of layer, whose weights all train; where tp sums none, in one of the two orders."""
+def trace_kinds(config: Config, device_type: str, replicas: int = 1) -> list[str]:
+    """Trace each kind of layer, whose weights all train; where tp sums none, in one of the two orders.
+
+    A wrong declaration raises. Returns the names of the parameters.
+    """
     config, layout = resolve(config, replicas * config.parallel.tensor_model_parallel_size, 0, declare)
-    for kind in {kind.name: kind for kind in declare(config.model, layout.tp).kinds.values()}.values():
+    declared = declare(config.model, layout.tp)
+    for kind in {kind.name: kind for kind in declared.kinds.values()}.values():
         layer = PlannedLayer(
             kind.name, (), kind.use, trains=True, passes_gradient=kind.use != Use.LOOKUP, kind=kind.name
         )
         for at_once in (True, False)[: layout.tp]:
             trace(config, layout, layer, {}, device_type, at_once)
+    return [spec.name for spec in declared.params()]
 
 
 def cases(ring: str) -> Iterator[tuple[str, str, str]]:
@@ -83,7 +88,8 @@ EXPERTS = (
 def test_routers_are_declared_as_they_are_used(ep: int, etp: int, recompute: str) -> None:
     """A difference over tp passes through the exchange of rows over ep."""
     line = f"{SIZES} {EXPERTS} --expert-model-parallel-size {ep} --expert-tensor-parallel-size {etp}"
-    trace_kinds(parse_as("llama", f"{line} --recompute {recompute}"), "cpu", replicas=4)
+    found = trace_kinds(parse_as("llama", f"{line} --recompute {recompute}"), "cpu", replicas=4)
+    assert any("router" in name for name in found)
 
 
 FORGOTTEN = [
