@@ -9,12 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megazero.engine.options.batch_sizes import BatchSizes, micro_batches
-from megazero.engine.options.model_options import ActivationConfig as ActivationConfig
 from megazero.engine.options.model_options import ModelConfig as ModelConfig
-from megazero.engine.options.model_options import OptimizerConfig as OptimizerConfig
-from megazero.engine.options.model_options import ParallelConfig as ParallelConfig
-from megazero.engine.options.model_options import TrainingConfig as TrainingConfig
-from megazero.engine.options.model_options import ZeroConfig as ZeroConfig
 from megazero.engine.options.optimizers import BYTES as BYTES
 from megazero.engine.options.run_options import CheckpointConfig as CheckpointConfig
 from megazero.engine.options.run_options import DataConfig as DataConfig
@@ -22,6 +17,11 @@ from megazero.engine.options.run_options import EvaluationConfig as EvaluationCo
 from megazero.engine.options.run_options import LogConfig as LogConfig
 from megazero.engine.options.run_options import MonitorConfig as MonitorConfig
 from megazero.engine.options.run_options import PlanConfig as PlanConfig
+from megazero.engine.options.step_options import ActivationConfig as ActivationConfig
+from megazero.engine.options.step_options import OptimizerConfig as OptimizerConfig
+from megazero.engine.options.step_options import ParallelConfig as ParallelConfig
+from megazero.engine.options.step_options import TrainingConfig as TrainingConfig
+from megazero.engine.options.step_options import ZeroConfig as ZeroConfig
 from megazero.engine.plan.schedule.schedules import EVALUATION, SCHEDULES
 
 # Bytes of a chunk of logits, and its fewest tokens: each chunk reads and writes the gradient of the whole table once,

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from msgspec import Meta, Struct, defstruct
 from msgspec.structs import asdict
 
-from megazero.engine.options.model_options import Precision
 from megazero.engine.options.schema import TrainingConfig
+from megazero.engine.options.step_options import Precision
 from megazero.engine.plan.layout.topology import Layout
 from megazero.files import read_small
 from megazero.typed_files import decode
