@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
 import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +31,7 @@ import msgspec
 import torch
 
 from megazero.checkpoint.api import check
+from megazero.checkpoint.chunk_files import Asked, Wanted, chunk_bytes, copy_chunks, file_pieces, write_pieces
 from megazero.checkpoint.folders import checkpoints, folder_name, iteration_of, next_save_number, save_number
 from megazero.checkpoint.locking import check_owner
 from megazero.checkpoint.manifest import (
@@ -41,7 +40,6 @@ from megazero.checkpoint.manifest import (
     Count,
     Damaged,
     Manifest,
-    StoredChunk,
     parse_manifest,
     read_manifest_bytes,
     read_state_file,
@@ -51,21 +49,16 @@ from megazero.checkpoint.manifest import manifest_text as text_of
 from megazero.checkpoint.nodes import Nodes, exchange
 from megazero.checkpoint.planning import RankPlan, SaveLayout, Skipped, file_name
 from megazero.checkpoint.shared_outcome import from_rank, gather_all, message_of, together, value_of_message
-from megazero.checkpoint.storage import ChunkReader, Save, Target, WrittenFile
-from megazero.checkpoint.tensor_file import host_bytes
+from megazero.checkpoint.storage import ChunkReader, Save, WrittenFile
 from megazero.engine.mesh.messages import Group, rank_of, tensor_of
 from megazero.engine.zero.shards import LocalShard
-from megazero.files import OutputFile, crc32, explain, read_regular, replacing
+from megazero.files import crc32, explain, read_regular, replacing
 from megazero.log import log
 from megazero.units import size, things
 
 IDENTITY = "memory-checkpoints.id"
-PIECE_BYTES = 16 << 20  # of a file, sent at once
 KEPT = 2  # checkpoints of each copy, while one is written
 SHARED_MEMORY = "/dev/shm/megazero-{}"  # of a user
-
-Asked = list[tuple[str, StoredChunk]]
-Wanted = tuple[tuple[str, StoredChunk], list[Target]]
 
 
 class Stamp(NamedTuple):
@@ -243,12 +236,12 @@ class MemoryCheckpoints:
         failures: list[OSError] = []
         pieces: Sequence[torch.Tensor] = ()
         try:
-            pieces = _pieces(folder / file_name(rank_of(group)))
+            pieces = file_pieces(folder / file_name(rank_of(group)))
         except OSError as error:
             failures.append(error)
         for to, source in self.nodes.copies():
             path = folder / file_name(source) if source is not None else folder
-            failure = _write_pieces(path, exchange(pieces, to, source, group))
+            failure = write_pieces(path, exchange(pieces, to, source, group))
             failures += [failure] if failure is not None else []
         if failures:
             raise failures[0]
@@ -365,7 +358,7 @@ class MemoryCheckpoints:
             rank = me if me in ranks else ranks[self.nodes.place % len(ranks)]
             asked.setdefault(rank, []).append(each)
         local = asked.pop(me, [])
-        left = _take(local, _read(reader, [each for each, _ in local]))
+        left = copy_chunks(local, chunk_bytes(reader, [each for each, _ in local]))
         everyone = gather_all(sorted(asked), self.group, list[int])
         for distance in range(1, len(everyone)):
             to, source = (me + distance) % len(everyone), (me - distance) % len(everyone)
@@ -374,7 +367,7 @@ class MemoryCheckpoints:
             request = tensor_of(message_of([each for each, _ in asked.get(to, [])]))
             arrived = exchange([request], mine, theirs, self.group)
             wants = [each for text in arrived for each in value_of_message(text.numpy().tobytes(), Asked)]
-            left += _take(asked.get(to, []), exchange(_read(reader, wants), theirs, mine, self.group))
+            left += copy_chunks(asked.get(to, []), exchange(chunk_bytes(reader, wants), theirs, mine, self.group))
         return left
 
 
@@ -438,56 +431,3 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size if path.is_file() else None
     except OSError:
         return None
-
-
-def _pieces(path: Path) -> Sequence[torch.Tensor]:
-    """Return the pieces of a file, without a copy; none if there is no file, because the rank wrote nothing."""
-    if not path.exists():
-        return ()
-    with open(path, "rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    pieces: Sequence[torch.Tensor] = torch.frombuffer(content, dtype=torch.uint8).split(PIECE_BYTES)
-    return pieces
-
-
-def _write_pieces(path: Path, pieces: Iterable[torch.Tensor]) -> OSError | None:
-    """Write a file of pieces, and take all of them even if that fails; return the error."""
-    file = failure = None
-    for piece in pieces:
-        try:
-            if failure is None:
-                file = file or OutputFile(path)
-                file.write(host_bytes(piece))
-        except OSError as error:
-            failure = error
-    if file is not None:
-        file.close()
-    return failure
-
-
-def _read(reader: ChunkReader, chunks: Asked) -> Iterator[torch.Tensor]:
-    """Yield the bytes of chunks of this node's files, ordered by file; none for one that is damaged."""
-    for file, of_file in groupby(chunks, key=lambda each: each[1].file):
-        with contextlib.ExitStack() as stack:
-            opened = None
-            with contextlib.suppress(Damaged):
-                opened = stack.enter_context(reader.open(file))
-            for name, chunk in of_file:
-                data = torch.empty(0)
-                if opened is not None:
-                    with contextlib.suppress(Damaged):
-                        data = reader.read_chunk(opened, name, chunk)
-                yield data.reshape(-1).view(torch.uint8)
-
-
-def _take(wanted: Sequence[Wanted], found: Iterable[torch.Tensor]) -> list[Wanted]:
-    """Copy the bytes of chunks to their targets; return the chunks that were damaged."""
-    left = []
-    for each, data in zip(wanted, found, strict=True):  # strict: runs `exchange` to its end, which sends the rest
-        (_, chunk), targets = each
-        if not len(data):
-            left.append(each)
-            continue
-        for part, target in targets:
-            target.copy_(data.view(target.dtype).view(chunk.region.size)[part])
-    return left
