@@ -180,7 +180,9 @@ class OptimizerShard:
     def exchange(self) -> None:
         """Exchange the master weights and their running average, exactly. `cast` is to follow."""
         for part in self.parts:
-            for piece in _cut(part.owned) if part.average is not None else ():
+            if part.average is None:
+                continue
+            for piece in _cut(part.owned):
                 average = part.average.read(part.within(piece).slice())
                 master = self.master.read(piece.slice()).clone()
                 self.master.write(piece.slice(), average, None)
