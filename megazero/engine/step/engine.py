@@ -453,7 +453,8 @@ class Engine:
         self.wait()
         self.zero.load_states({name: shard.data for name, shard in shards.items()}, state["updates"])
         self.zero.sync_params()
-        self.updates, self.averages = state["updates"], state["averages"]
+        self.updates = state["updates"]
+        self.averages = state["averages"]
         self.routers.load_state_dict(state["expert_biases"])
         if self.scale and state["loss_scale"]:
             known = state["loss_scale"]

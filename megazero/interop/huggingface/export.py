@@ -112,7 +112,7 @@ def export(
         same = tokenizer is None or write_tokenizer(tokenizer, folder)
         _write_config(model, folder, dtype, special_ids(tokenizer, folder) if tokenizer is not None else {})
         biases = [torch.tensor(state.expert_biases[str(number)]) for number in family_of(model).bias_names(model)]
-        source = Source(TensorReader(path), weights, dtype, advance)
+        source = ExportSource(TensorReader(path), weights, dtype, advance)
         _write_weights(source, model, shards, biases, folder=folder)
     return same
 
@@ -130,7 +130,7 @@ def check_export(model: ModelConfig, tokenizer: Tokenizer | None) -> None:
         check_tokenizer(tokenizer)
 
 
-class Source(NamedTuple):
+class ExportSource(NamedTuple):
     """The weights of a checkpoint, in the dtype of an export; see `export`."""
 
     reader: TensorReader
@@ -151,7 +151,7 @@ class Source(NamedTuple):
 
 
 def _write_weights(
-    source: Source, model: ModelConfig, shards: list[Shard], biases: list[torch.Tensor], folder: Path
+    source: ExportSource, model: ModelConfig, shards: list[Shard], biases: list[torch.Tensor], folder: Path
 ) -> None:
     """Write the files of an export; `biases` of experts are at the end of the last one."""
     names = [WEIGHTS]
@@ -170,7 +170,7 @@ def _write_weights(
                 file.append([bias])
 
 
-def _parts(source: Source, same: list[TensorNames], model: ModelConfig) -> Iterator[Iterable[torch.Tensor]]:
+def _parts(source: ExportSource, same: list[TensorNames], model: ModelConfig) -> Iterator[Iterable[torch.Tensor]]:
     """Yield their tensors of rows with the same tensors of ours, in their dtype, each as bands of its rows."""
     read, name, row = source.read, same[0].ours[0], same[0]
     in_bands = bands(source.reader.manifest.tensors[f"{source.weights}.{name}"].shape)
