@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.cli import metrics, pretrain
+from tests.helpers.programs import warm
 from tests.reference_run import write_corpus
 
 WORDS, BATCH, ITERATIONS = 61, 4, 9
@@ -98,6 +99,15 @@ def test_the_first_loss_of_a_stage_is_that_of_a_run_of_its_own(folder: Path) -> 
     (record,), found = metrics(out), metrics(folder / "fresh")
     assert record["loss"] == pytest.approx(found[3]["loss"], rel=1e-12)
     assert record["grad_norm"] == pytest.approx(found[3]["grad_norm"], rel=1e-12)
+
+
+def test_an_engine_is_freed_before_the_next_stage_builds_its_own(folder: Path) -> None:
+    """Also with a save in the background, and with a copy in memory, which hold its tensors for a while."""
+    out = folder / "freed"
+    data = ["--data-path", folder / "a", "--data-stages", folder / "stages.toml", "--save", out, "--async-save"]
+    memory = ["--memory-checkpoint-interval", 1, "--memory-checkpoint-dir", out / "memory"]
+    done = warm("tests/end_to_end/freed_engine.py", *SIZES, *data, *memory)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_batch_that_misses_a_border_is_refused(folder: Path) -> None:
