@@ -169,7 +169,7 @@ def test_a_corpus_made_anew_is_not_read_through_the_old_index(tmp_path: Path, ch
 
 
 def test_the_limit_of_open_files_is_raised(tmp_path: Path, monkeypatch) -> None:
-    """By four descriptors for each open one: a mapped index, and the tables of its epochs."""
+    """Each open one counts as four: a mapped index, and the tables of its epochs."""
     monkeypatch.setattr(indexed, "RESIDENT_BYTES", 0)
     words = [w for k in range(30) for w in ("1", str(write_corpus(tmp_path / f"c{k}", numbered_documents(8))))]
     limits = [(300, 1000)]
