@@ -136,6 +136,8 @@ class Zero:
     def sync_params(self) -> None:
         """Cast the master weights, all-gather them to the ranks that keep whole weights, and wait."""
         for unit in self.units.values():
+            unit.home.release()  # of the copies of a step, which orders its own by its program
+        for unit in self.units.values():
             unit.at_rest.cast()
             unit.at_rest.start_fetch().wait()
             unit.weights.start_sync().wait()
