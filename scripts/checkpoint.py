@@ -80,6 +80,8 @@ class Export:
     """hf: a Hugging Face model: safetensors, config.json, generation_config.json and the tokenizer."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Type of the weights."""
+    weights: Literal["model", "ema"] = "model"
+    """model: the weights. ema: their running average, of a run with --ema-interval."""
     max_shard_size: float = 5.0
     """GiB per safetensors file at most; a single tensor may be larger."""
     tokenizer: str = ""
@@ -264,6 +266,7 @@ def export_checkpoint(options: Export) -> int:
             tokenizer,
             dtype=options.dtype,
             shard_bytes=shard_bytes,
+            weights=options.weights,
             advance=lambda n: bar.advance(n, n),
         )
     print(f"wrote {options.output}: {size(total)} of {options.dtype} weights, of {path}")

@@ -491,11 +491,13 @@ def train(
     tell: Callable[[torch.Tensor], None] = lambda losses: None,
     tell_balance: Callable[[Balance], None] = lambda balance: None,
     tell_ahead: Callable[[list[float]], None] = lambda losses: None,
+    tell_average: Callable[[float], None] = lambda loss: None,
 ) -> tuple[list, list]:
     """losses and gradient norms over global batches of (ids, labels, loss mask, where documents begin).
 
     `tell` gets each batch's losses of targets [B, s], 0 where none counts; `tell_balance` that of its experts;
-    `tell_ahead` the loss of each module of multi-token prediction.
+    `tell_ahead` the loss of each module of multi-token prediction; `tell_average` the loss of the batch without dropout
+    by the running average of the weights, after each update since its first change.
     """
     o = config.optimizer
     w = initial_weights(config)
@@ -515,7 +517,7 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     others = {name: trained[name] for name in sorted(moved)}
     other = Lion(config, others, no_decay) if o.optimizer == "lion" else Muon(config, others)
-    losses, norms = [], []
+    losses, norms, average = [], [], {}
     for step, (ids, labels, mask, starts) in enumerate(batches):
         choices: list[Choice] = []
         ahead = [targets_ahead(1 + k, labels, mask, starts) for k in range(config.model.mtp_num_layers)]
@@ -554,4 +556,13 @@ def train(
             state = optimizer.state.get(weight, {})
             moments = [other.moments[name]] if name in moved else [state["exp_avg"], state["exp_avg_sq"]]
             round_moments_(moments, config, name, step + 1)
+        if o.ema_interval and (step + 1) % o.ema_interval == 0:
+            new = max(1 - o.ema_decay, o.ema_interval / (step + 1))
+            old = average or w
+            average = {name: (1 - new) * old[name].detach() + new * t.detach() for name, t in w.items()}
+        if average:
+            with torch.no_grad():
+                [logits] = all_depths(config, average, ids, starts=starts)
+                every = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * mask.flatten()
+            tell_average((every.sum() / mask.sum()).item())
     return losses, norms

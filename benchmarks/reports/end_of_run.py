@@ -1,7 +1,8 @@
-"""Make the table of docs/results/end_of_run.md: stable, merged, and really decayed, on the quickstart's plays.
+"""Make the table of docs/results/end_of_run.md: stable, merged, averaged and really decayed, on the quickstart's plays.
 
-A run of the quickstart's model with a constant learning rate trains to iteration END. In the span before END, its
-checkpoints are merged, and a branch decays from the first of them to 0; all have seen the same samples.
+A run of the quickstart's model with a constant learning rate trains to iteration END, with a running average. In the
+span before END, its checkpoints are merged, and a branch decays from the first of them to 0; all have seen the same
+samples.
 
 Example: python -m benchmarks.reports.end_of_run runs/end
 (the folder for runs; finished runs are not repeated)
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.reports.blocks import markdown, write_blocks
 from scripts import quickstart
@@ -23,7 +25,9 @@ SEEDS = (1, 2, 3)
 END, SPAN, EVERY = 400, 100, 10  # iterations
 BATCH = 8
 FLAGS = f"--preset quickstart --global-batch-size {BATCH} --eval-interval 0 --min-lr 0"
-EVALUATED = f"--eval-only --eval-iters 50 --global-batch-size {BATCH}"
+JUDGED = "--eval-iters 50"
+AVERAGED = f"--ema-interval {EVERY} --ema-decay 0.9 --eval-interval {END} {JUDGED}"  # of about SPAN iterations
+EVALUATED = f"--eval-only {JUDGED} --global-batch-size {BATCH}"
 MERGES = {
     "the last 3, equal weights": ("mean", EVERY, 2 * EVERY),
     "all 11, equal weights": ("mean", EVERY, SPAN),
@@ -55,13 +59,18 @@ def validation_loss(load: Path, log: Path) -> float:
     """Return the loss over the first batches of the validation split, the same for all."""
     if not (log / "metrics.jsonl").exists():
         pretrain(*f"--preset quickstart {EVALUATED}".split(), "--load", load, "--log-dir", log)
-    return float(json.loads((log / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"])
+    return float(last_record(log)["validation_loss"])
+
+
+def last_record(log: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((log / "metrics.jsonl").read_text().splitlines()[-1])
+    return found
 
 
 def losses(seed: int, folder: Path) -> dict[str, float]:
     """Train, merge and decay with one seed; returns the loss of each."""
     stable, decayed = folder / "stable", folder / "decayed"
-    train(seed, stable, END, "--lr-decay-style", "constant", "--train-iters", END)
+    train(seed, stable, END, "--lr-decay-style", "constant", "--train-iters", END, *AVERAGED.split())
     branch = ["--decay-from", checkpoint(stable, END - SPAN), "--decay-iters", SPAN, "--lr-wsd-decay-style", "linear"]
     train(seed, decayed, END, *branch)
     found = {
@@ -74,6 +83,7 @@ def losses(seed: int, folder: Path) -> dict[str, float]:
             paths = [checkpoint(stable, at) for at in range(END - span, END + 1, every)]
             run("scripts/checkpoint.py", "merge", "--weights", weights, merged, *paths)
         found[f"merged: {name}"] = validation_loss(merged, folder / f"of-merged-{number}")
+    found["running average of every 10th iteration, decay 0.9"] = last_record(stable)["validation_loss_ema"]
     found[f"decayed to 0 over {SPAN} iterations"] = validation_loss(checkpoint(decayed, END), folder / "of-decayed")
     return found
 

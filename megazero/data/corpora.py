@@ -257,7 +257,7 @@ def open_datasets(
     pairs = parse_data_path(data_path)
     split_ranges(split, 1)  # raises for a malformed --split
     corpora = tuple(IndexedDataset(prefix) for _, prefix in pairs)
-    _allow_files(corpora)
+    _allow_files()
     abouts = [read_about(data) for data in corpora]
     for data, about in zip(corpora, abouts, strict=True):
         if tokenizer is not None:
@@ -303,9 +303,9 @@ def open_datasets(
     return Datasets(train, validation, test, corpora=corpora, continued=continues)
 
 
-def _allow_files(corpora: Sequence[IndexedDataset]) -> None:
-    """Raise the limit of open files if mapped indices, and the tables of their epochs, need it."""
-    needed = OTHER_FILES + 4 * sum(data.num_mapped for data in corpora)
+def _allow_files() -> None:
+    """Raise the limit of open files if mapped indices, of all stages, and the tables of their epochs need it."""
+    needed = OTHER_FILES + 4 * len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard < 0 else min(needed, hard), hard))

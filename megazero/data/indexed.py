@@ -174,11 +174,6 @@ class IndexedDataset:
         digest.update(self._index[max(0, self._index.size - HASHED_BYTES) :].data)
         return digest.hexdigest()
 
-    @property
-    def num_mapped(self) -> int:
-        """Descriptors that this corpus holds as long as it exists."""
-        return 1 if self._mapped_bytes else 0
-
     def _refusal(self, fault: str) -> ValueError:
         return ValueError(f"--data-path {self.prefix}: {fault}")
 

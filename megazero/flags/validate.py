@@ -54,6 +54,7 @@ NEEDS = {
     "optimizer-offload-fraction": "--optimizer-cpu-offload",
     "optimizer-nvme-offload": "--optimizer-cpu-offload",
     "mtbf": "--plan",
+    "ema-decay": "--ema-interval N",
     "muon-momentum": "--optimizer muon",
     "muon-scale": "--optimizer muon",
     "muon-num-ns-steps": "--optimizer muon",

@@ -55,6 +55,8 @@ def progress_line(record: Record, last: int, seq_length: int, in_use: tuple[int,
     parts = [f"iteration {record['iteration']:>{len(str(last))}}/{last}", f"loss {record['loss']:.4f}"]
     if "validation_loss" in record:
         parts.append(f"validation {record['validation_loss']:.4f}")
+    if "validation_loss_ema" in record:
+        parts.append(f"of the average {record['validation_loss_ema']:.4f}")
     parts += [f"norm {record['grad_norm']:.3f}", f"lr {record['lr']:.2e}"]
     speed = f"{record['tokens_per_second']:,.0f} tokens/s, {record['tflops_per_device']:.3g} TFLOP/s"
     parts.append(speed + (f", MFU {record['mfu']:.1%}" if "mfu" in record else ""))

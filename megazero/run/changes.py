@@ -58,6 +58,7 @@ BY_FLAG = {
     "mtp-loss-scaling-factor": LOSS,
     **dict.fromkeys(("precision", "grad-dtype", "adam-moments", "master-weights"), ROUNDING),
     **dict.fromkeys(("optimizer-cpu-offload", "optimizer-offload-fraction", "optimizer-nvme-offload"), ""),
+    **dict.fromkeys(("ema-interval", "ema-decay"), ""),  # the weights do not depend on their average
     "data-stages": "",  # the values of the stage are compared
     "optimizer": STATES,
     "freeze-parameters": UPDATES,

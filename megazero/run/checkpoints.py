@@ -21,6 +21,7 @@ from megazero.cluster.watchdog import Watchdog
 from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.mesh.collectives import MIN
+from megazero.engine.options.optimizers import AVERAGE
 from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.step.engine import Engine
 from megazero.engine.zero.shards import LocalShard
@@ -365,12 +366,21 @@ class CheckpointLoader:
         check_stage(path, state, self.config, self.stages)
         check_data(path, state, self.config, fingerprints=saves.fingerprints, split_by_tokens=saves.split_by_tokens)
         same = state.optimizer == self.config.optimizer.optimizer
-        shards = self._shards(states=same)
-        partial = not same or bool(self.config.training.freeze_parameters)
-        self._fill(path, shards, partial, found)
-        updates = state.updates if same else 0
-        restored = {"updates": updates, "loss_scale": state.loss_scale, "expert_biases": state.expert_biases}
+        averages = same and state.has_average and self.config.optimizer.ema_interval > 0
+        shards = self._shards(states=same, averages=averages)
+        dropped = state.has_average and not averages
+        self._fill(path, shards, dropped or not same or bool(self.config.training.freeze_parameters), found)
+        restored = {
+            "updates": state.updates if same else 0,
+            "loss_scale": state.loss_scale,
+            "expert_biases": state.expert_biases,
+            "averages": state.averages if averages else 0,
+        }
         self.engine.load_state_dict(restored, shards)
+        if self.config.optimizer.ema_interval and not averages:
+            log.info(f"the running average of the weights begins at iteration {state.iteration + 1}")
+        elif dropped:
+            log.info("the running average of the weights is not continued; --ema-interval would continue it")
         self.enters_stage = state.stage != saves.stage.first and saves.stage.holds(state.consumed_samples)
         planned = {flag for stage in self.stages for flag in stage.values} if self.enters_stage else ()
         sets = SETS if self.config.checkpoint.decay_from else ()  # no advice to change them back
@@ -393,13 +403,20 @@ class CheckpointLoader:
 
     def _load_weights(self, path: Path, expert_biases: Mapping[str, list[float]]) -> None:
         """Load the weights alone, with the biases of experts, or those in `path`; optimizer states stay fresh."""
-        weights = self._shards(states=False)
+        weights = self._shards(states=False, averages=False)
         biases = self._fill(path, weights, partial=True) or expert_biases
-        self.engine.load_state_dict({"updates": 0, "loss_scale": None, "expert_biases": biases}, weights)
+        fresh = {"updates": 0, "loss_scale": None, "expert_biases": biases, "averages": 0}
+        self.engine.load_state_dict(fresh, weights)
 
-    def _shards(self, states: bool) -> dict[str, LocalShard]:
-        """Return weights, and `states` of those that train: moments of earlier steps would move a frozen one."""
+    def _shards(self, states: bool, averages: bool) -> dict[str, LocalShard]:
+        """Return weights, and `states` of those that train: moments of earlier steps would move a frozen one.
+
+        Args:
+            averages: return their running averages too, if `states`.
+        """
         frozen, shards = self.config.training.freeze_parameters, self.engine.shards()
+        if not averages:
+            shards = {name: shard for name, shard in shards.items() if not name.startswith(f"{AVERAGE.name}.")}
         moves = {n for n in shards if states and not any(fnmatch.fnmatchcase(n.partition(".")[2], p) for p in frozen)}
         return {name: shard for name, shard in shards.items() if name.startswith("model.") or name in moves}
 

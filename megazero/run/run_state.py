@@ -62,6 +62,7 @@ class RunState:
     weights_only: bool = False  # imported: there are no optimizer states to resume from
     saved_tokenizer: Annotated[str, Meta(pattern=SAVED_TOKENIZER)] = ""  # SPEC in the checkpoint; "": none
     stage: Count = 0  # the first sample of the stage that wrote it
+    averages: Count = 0  # changes of the running average of the weights so far
     source_digest: str = ""  # of the config.json from which the model came, config["hf_config"]
     # layer -> biases of its experts, of --moe-router-enable-expert-bias
     expert_biases: dict[str, list[Finite]] = field(default_factory=dict)
@@ -71,6 +72,12 @@ class RunState:
         """--optimizer of the run; versions without the flag had AdamW alone."""
         options = self.config.get("optimizer", {})
         return options.get("optimizer", "adamw") if isinstance(options, dict) else "adamw"
+
+    @property
+    def has_average(self) -> bool:
+        """The checkpoint has a running average of the weights."""
+        options = self.config.get("optimizer", {})
+        return isinstance(options, dict) and bool(options.get("ema_interval")) and not self.weights_only
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"fingerprints": list(self.fingerprints)}

@@ -125,6 +125,9 @@ class Trainer:
             record["validation_loss"] = found.loss
             if found.loss_by_corpus:
                 record["validation_loss_by_corpus"] = found.loss_by_corpus
+            if self.engine.averages:
+                with self.pauses.of("evaluation"), self.engine.averaged():
+                    record["validation_loss_ema"] = self.evaluate().loss
         if self.sampler is not None and self.due(config.log.sample_interval):
             self.watchdog.doing = f"sampling texts after iteration {progress.iteration}"
             with self.pauses.of("samples"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from megazero.engine.options.optimizers import AVERAGE
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.layers import Layers
 from megazero.engine.plan.layout.parameters import ParamSpec
@@ -15,7 +17,7 @@ from megazero.units import things
 from megazero.verify.tolerance import Tolerance, scales
 from megazero.verify.training import Array, Sums, Trained, VerifiedStep, joined
 
-MODEL = "model."  # prefix of weights among the names of a checkpoint
+MODEL, AVERAGED = "model.", f"{AVERAGE.name}."  # prefixes of weights among the names of a checkpoint
 
 
 class Row(NamedTuple):
@@ -168,13 +170,15 @@ class Comparison:
     # -- after the last step
 
     def weights(self) -> Iterator[Difference]:
-        """Yield the difference of every weight."""
+        """Yield the difference of every weight, and of every running average of one."""
         steps, largest = self.reference.steps, {n: max(s.get(n, 0.0) for s in self.scales) for n in self.specs}
-        for name, spec in self.specs.items():
-            ours, theirs = (whole.states.get(MODEL + name) for whole in (self.found, self.reference))
+        kinds = [MODEL, AVERAGED] if any(key.startswith(AVERAGED) for key in self.reference.states) else [MODEL]
+        for kind, (name, spec) in itertools.product(kinds, self.specs.items()):
+            label = name if kind == MODEL else f"the average of {name}"
+            ours, theirs = (whole.states.get(kind + name) for whole in (self.found, self.reference))
             missing = spec.trains and any(name not in each for each in self.reference.gradients)  # a skipped step
             if missing or ours is None or theirs is None or ours.shape != theirs.shape:
-                yield Difference(name, math.inf, self.limit)
+                yield Difference(label, math.inf, self.limit)
                 continue
             size = float(np.abs(theirs).max()) or 1.0
             allowed = np.full(spec.shape, self.limit * size)
@@ -183,14 +187,14 @@ class Comparison:
                 allowed = allowed + self.tolerance.moved(spec, steps, largest[name], history)
             apart = np.nan_to_num(np.abs(ours - theirs), nan=math.inf)
             worst = np.unravel_index(np.argmax(apart / allowed), apart.shape)
-            yield Difference(name, float(apart[worst]) / size, float(allowed[worst]) / size)
+            yield Difference(label, float(apart[worst]) / size, float(allowed[worst]) / size)
 
     def states(self) -> Iterator[Difference]:
         """Yield the difference of every state of the optimizer."""
         ours, theirs = self.found.states, self.reference.states
         for key in dict.fromkeys([*theirs, *ours]):
             kind, _, name = key.partition(".")
-            if kind + "." == MODEL or name not in self.specs or not self.specs[name].trains:
+            if kind + "." in (MODEL, AVERAGED) or name not in self.specs or not self.specs[name].trains:
                 continue
             squared = 2 if kind == "exp_avg_sq" else 1
             own = float(np.abs(theirs[key]).max()) if key in theirs else 0.0

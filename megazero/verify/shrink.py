@@ -72,6 +72,7 @@ def steps_alone(config: Config, iterations: int) -> Config:
         "lr-decay-iters": 0,
         "lr-wsd-decay-iters": int(wsd),
         "lr-decay-style": "constant" if optimizer.lr_decay_style == "wsd" and not wsd else optimizer.lr_decay_style,
+        "ema-interval": min(optimizer.ema_interval, 1),
         "poison-buffers": True,
         "distributed-timeout-minutes": 2.0,
     }

@@ -25,7 +25,7 @@ def counting(folder: Path, nodes: str, *words: object, lost: int = NEVER_LOST) -
 
 @pytest.mark.second
 def test_a_lost_node_is_noticed_and_one_that_comes_back_is_taken_in(tmp_path):
-    with counting(tmp_path, "2:3", 10**6, lost=LOST_SECONDS) as run:
+    with counting(tmp_path, "2:3", 10**6, lost=20) as run:
         run.start("a", "b")
         run.ahead = 60  # no node may be lost because of that
         run.start("c")

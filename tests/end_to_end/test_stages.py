@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.end_to_end.cli import metrics, pretrain
+from tests.helpers.programs import WarmProgram, warm
 from tests.reference_run import write_corpus
 
 WORDS, BATCH, ITERATIONS = 61, 4, 9
@@ -53,10 +55,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, name: str, *flags: object, ranks: int = 1, code: int = 0) -> str:
+def words(folder: Path, name: str) -> list[object]:
+    """Return the flags of a run in the folder `name`."""
     out = folder / name
     data = ["--data-path", folder / "a", "--data-stages", folder / "stages.toml"]
-    done = pretrain(*SIZES, *data, "--save", out, "--load", out, "--log-dir", out, *flags, ranks=ranks)
+    return [*SIZES, *data, "--save", out, "--load", out, "--log-dir", out]
+
+
+def train(folder: Path, name: str, *flags: object, ranks: int = 1, code: int = 0) -> str:
+    done = pretrain(*words(folder, name), *flags, ranks=ranks)
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 
@@ -100,6 +107,15 @@ def test_the_first_loss_of_a_stage_is_that_of_a_run_of_its_own(folder: Path) -> 
     assert record["grad_norm"] == pytest.approx(found[3]["grad_norm"], rel=1e-12)
 
 
+def test_an_engine_is_freed_before_the_next_stage_builds_its_own(folder: Path) -> None:
+    """Also with a save in the background, and with a copy in memory, which hold its tensors for a while."""
+    out = folder / "freed"
+    data = ["--data-path", folder / "a", "--data-stages", folder / "stages.toml", "--save", out, "--async-save"]
+    memory = ["--memory-checkpoint-interval", 1, "--memory-checkpoint-dir", out / "memory"]
+    done = warm("tests/end_to_end/freed_engine.py", *SIZES, *data, *memory)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_batch_that_misses_a_border_is_refused(folder: Path) -> None:
     name = "misses"
     train(folder, name, "--exit-interval", 1)
@@ -129,6 +145,29 @@ def test_a_resumed_run_is_the_same(
         assert found == whole
     assert [record[:2] + record[4:] for record in found] == [record[:2] + record[4:] for record in whole]
     for ours, wanted in zip(found, whole, strict=True):
+        assert ours[2:4] == pytest.approx(wanted[2:4], rel=1e-11)
+
+
+@pytest.mark.second
+@pytest.mark.parametrize(("iteration", "layout"), [(5, []), (7, ["--pipeline-model-parallel-size", 2])])
+def test_a_killed_run_is_the_same(
+    iteration: int, layout: list[object], folder: Path, whole: list[tuple[Any, ...]]
+) -> None:
+    """Killed at any moment after an iteration; resumed in the same layout, or in another one."""
+    name = f"killed after {iteration}"
+    (folder / name).mkdir()
+    log = folder / name / "metrics.jsonl"
+    output = folder / name / "output"
+    run = WarmProgram("pretrain_gpt.py", words(folder, name), {}, (output, output))
+    while run.poll() is None and not (log.exists() and log.read_text().count("\n") >= iteration):
+        time.sleep(0.01)
+    run.kill()
+    run.wait()
+    train(folder, name, *layout, ranks=1 + bool(layout))
+    found = curve(folder, name)
+    assert found == whole or layout
+    for ours, wanted in zip(found, whole, strict=True):
+        assert ours[:2] + ours[4:] == wanted[:2] + wanted[4:]
         assert ours[2:4] == pytest.approx(wanted[2:4], rel=1e-11)
 
 

@@ -36,6 +36,7 @@ MODEL = ModelConfig(
 )
 STEPS = 3  # the first weights, an update with fresh moments, one with kept moments
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.5)
+EMA_DECAY = 0.6  # the third change of an average has the weight 0.4, and not a third
 ENDS = 20  # ids below end a document: two or three in a sample
 RESETS = {  # level -> the options that restart with a document
     "": DataConfig(),
@@ -122,6 +123,7 @@ class Case(NamedTuple):
     optimizer: str = "adamw"
     moments: str = "fp32"
     masters: str = "fp32"
+    ema: int = 0  # updates between two changes of the running average of the weights
     offload: float = 0.0  # share of the elements with states in host memory
     disk: bool = False  # these states are in a file
     micro_batch_size: int = 0  # 0: the batch is whole micro-batches, equally many on each replica
@@ -166,6 +168,7 @@ class Case(NamedTuple):
             (self.optimizer != "adamw", self.optimizer),
             (self.moments != "fp32", f"moments-{self.moments}"),
             (self.masters != "fp32", f"masters-{self.masters}"),
+            (self.ema, f"ema{self.ema}"),
             (self.offload, f"offload{self.offload:g}{'-disk' * self.disk}"),
         ]
         changed = {n: v for n, v in vars(self.model).items() if v != getattr(MODEL, n) and n in NAMED}
@@ -196,6 +199,8 @@ class Case(NamedTuple):
                 optimizer_nvme_offload=tempfile.gettempdir() if self.disk else "",
                 adam_moments=self.moments,
                 master_weights=self.masters,
+                ema_interval=self.ema,
+                ema_decay=EMA_DECAY if self.ema else OPTIMIZER.ema_decay,
             ),
             zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True, **dict(self.options)),
             activations=ActivationConfig(self.recompute, self.pa, self.host, self.md, self.loss_chunk),
@@ -300,6 +305,7 @@ class Outcome(NamedTuple):
     by_corpus: list[tuple[float | None, ...]]
     experts: list[ExpertLoads | None]
     ahead: list[tuple[float, ...]]  # losses of the modules of multi-token prediction
+    averaged: list[float]  # losses of the averaged weights, since the average has changed
 
 
 def new_engine(rank: int, case: Case) -> Engine:
@@ -324,7 +330,7 @@ def train_on(
 ) -> Outcome:
     """Train a few steps on a mesh of the case's layout."""
     engine = Engine(case.config(), mesh, case.corpora)
-    outcome = Outcome([], [], [], [], [], [], [])
+    outcome = Outcome([], [], [], [], [], [], [], [])
     before = mesh.sent()
     for step in range(steps):
         batches = micro_batches(case, mesh, step)
@@ -338,5 +344,9 @@ def train_on(
         outcome.by_corpus.append(result.loss_by_corpus)
         outcome.experts.append(result.experts)
         outcome.ahead.append(result.mtp_losses)
-        before = after
+        if engine.averages:
+            with engine.averaged():
+                total, targets = engine.evaluate(batches)
+            outcome.averaged.append(total / targets)
+        before = mesh.sent()
     return outcome

@@ -67,6 +67,7 @@ FACTORS: Factors = {
     "scores": tuple(SCORES),
     "optimizer": ("adamw", "lion", "muon", *ON_HOST),
     "moments": ("fp32", "bf16", "int8"),
+    "ema": (0, 1, 2),  # updates between two changes of the running average of the weights
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
     "reset": tuple(RESETS),  # attention and positions that restart with a document
     "targets": ("most", "last"),  # tokens that count: of the last ones alone, some context-parallel ranks have none
@@ -123,6 +124,7 @@ WITH_EXPERTS: Factors = {
     "architecture": ("llama, 2 groups", "qwen3", "gemma2", "deepseek-v3", "gpt-oss"),
     "optimizer": ("adamw", "muon", *ON_HOST),
     "moments": ("fp32", "int8"),
+    "ema": (0, 1),
     "targets": ("most", "last", "uneven"),
     "capacity": (0.0, 1.0, 0.5),
 }
@@ -155,6 +157,7 @@ ON_GPU: Factors = {
     "optimizer": ("adamw", "muon", *ON_HOST),
     "moments": ("fp32", "bf16", "int8"),
     "masters": ("fp32", "split"),
+    "ema": (0, 1),
     "mixture": tuple(MIXTURES),
 }
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")

@@ -13,6 +13,7 @@ from tests.helpers.rings import SECOND, by_default
 from tests.parallel import matrix
 from tests.parallel.cases import MODEL, STEPS, Case, train
 from tests.parallel.test_parity import (
+    check_averaged,
     check_balance,
     check_bytes,
     check_near,
@@ -51,6 +52,7 @@ def check(case: Case, ranks) -> None:
     for outcome in outcomes:
         assert relative_error(outcome.losses, losses) < tolerance(case)
         assert relative_error(outcome.norms, norms) < tolerance(case)
+    check_averaged(case, outcomes)
     check_balance(case, outcomes)
     check_bytes(case, outcomes)
 

@@ -45,7 +45,7 @@ def case_of(**changes: object) -> Case:
 
 
 SAME = [
-    case_of(dp=1, zero=2, precision="bf16"),  # alone, a rank adds up gradients in host memory too
+    case_of(dp=1, zero=2, precision="bf16", ema=2),  # alone, a rank adds up gradients in host memory too
     case_of(dp=1, zero=3, pp=2, schedule="zero-bubble", model=replace(SMALL, num_layers=4), frozen=("*.bias",)),
     case_of(dp=1, zero=2, recompute="full", md=True, options=(("overlap_comm", False),)),
     case_of(dp=1, precision="bf16"),
@@ -54,7 +54,7 @@ SAME = [
     case_of(zero=2, precision="bf16", grad_dtype="bf16", options=(("reduce_bucket_size", 3000),)),
     case_of(zero=3, md=True, recompute="full", host=True),
     case_of(zero=2, micro_batches=1, optimizer="lion", precision="fp64"),
-    case_of(dp=4, zero=2, options=(("zero_shard_size", 2),)),  # sums over replicas precede the last copy
+    case_of(dp=4, zero=2, options=(("zero_shard_size", 2),), ema=1),  # sums over replicas precede the last copy
     case_of(dp=1, pp=2, schedule="zero-bubble", model=replace(SMALL, num_layers=4)),  # a tied table on two stages
     case_of(pp=2, zero=2, tp=1, model=replace(SMALL, num_layers=4)),
     case_of(tp=2, sp=True, zero=3, model=LLAMA, micro_batches=3, frozen=("blocks.0.*",)),
@@ -77,6 +77,7 @@ def test_it_is_the_same_run_to_the_bit(case: Case, shares: tuple[float, float], 
         host = ranks(case.world).run(train, offloaded)
         for ours, theirs in zip(host, device, strict=True):
             assert ours.losses == theirs.losses and ours.norms == theirs.norms
+            assert ours.averaged == theirs.averaged and bool(ours.averaged) is bool(case.ema)
             for here, there in zip(ours.memory, theirs.memory, strict=True):
                 assert here["optimizer"] < there["optimizer"] or not there["optimizer"]
                 assert here["host"] > there["host"]

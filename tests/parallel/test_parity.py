@@ -81,9 +81,9 @@ def expected(case: Case) -> tuple[list[float], list[float]]:
     return _expected(*model_of(case))[:2]
 
 
-def model_of(case: Case) -> tuple[ModelConfig, tuple[str, ...], int, str, str, str, str]:
+def model_of(case: Case) -> tuple[ModelConfig, tuple[str, ...], int, str, str, str, str, int]:
     """Return all that the results of a case depend on."""
-    return case.model, case.frozen, case.batch, case.reset, case.targets, case.optimizer, case.moments
+    return case.model, case.frozen, case.batch, case.reset, case.targets, case.optimizer, case.moments, case.ema
 
 
 def expected_balance(case: Case) -> list[reference.Balance]:
@@ -96,18 +96,35 @@ def expected_ahead(case: Case) -> list[list[float]]:
     return _expected(*model_of(case))[3]
 
 
+def expected_averaged(case: Case) -> list[float]:
+    """Return the losses of the averaged weights in plain PyTorch in fp64."""
+    return _expected(*model_of(case))[4]
+
+
 @functools.cache
 def _expected(
-    model: ModelConfig, frozen: tuple[str, ...], batch: int, reset: str, targets: str, optimizer: str, moments: str
-) -> tuple[list[float], list[float], list[reference.Balance], list[list[float]]]:
+    model: ModelConfig,
+    frozen: tuple[str, ...],
+    batch: int,
+    reset: str,
+    targets: str,
+    optimizer: str,
+    moments: str,
+    ema: int,
+) -> tuple[list[float], list[float], list[reference.Balance], list[list[float]], list[float]]:
     case = Case(model=model, frozen=frozen, batch=batch, micro_batches=1, reset=reset, targets=targets)
     balance: list[reference.Balance] = []
     ahead: list[list[float]] = []
-    case = fp64(case)._replace(optimizer=optimizer, moments=moments)
+    averaged: list[float] = []
+    case = fp64(case)._replace(optimizer=optimizer, moments=moments, ema=ema)
     found = reference.train(
-        case.config(), reference_batches(case), tell_balance=balance.append, tell_ahead=ahead.append
+        case.config(),
+        reference_batches(case),
+        tell_balance=balance.append,
+        tell_ahead=ahead.append,
+        tell_average=averaged.append,
     )
-    return *found, balance, ahead
+    return *found, balance, ahead, averaged
 
 
 def tolerance(case: Case) -> float:
@@ -129,6 +146,13 @@ def check_ahead(case: Case, outcomes: list[Outcome]) -> None:
             counted = [(a, b) for a, b in zip(found, wanted, strict=True) if b]
             assert not counted or relative_error(*map(list, zip(*counted, strict=True))) < tolerance(case)
             assert all(math.isnan(a) for a, b in zip(found, wanted, strict=True) if not b)
+
+
+def check_averaged(case: Case, outcomes: list[Outcome]) -> None:
+    """Compare the losses of the averaged weights."""
+    for outcome in outcomes:
+        assert len(outcome.averaged) == (STEPS - case.ema + 1 if case.ema else 0)
+        assert not case.ema or relative_error(outcome.averaged, expected_averaged(case)) < tolerance(case)
 
 
 def check_balance(case: Case, outcomes: list[Outcome]) -> None:
@@ -192,6 +216,7 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
         assert relative_error(outcome.losses, losses) < tolerance(case)
         assert relative_error(outcome.norms, norms) < tolerance(case)
     check_ahead(case, outcomes)
+    check_averaged(case, outcomes)
     check_balance(case, outcomes)
     check_bytes(case, outcomes)
 
@@ -290,6 +315,8 @@ def check_near(case: Case, outcomes: list[Outcome]) -> None:
         assert relative_error(outcome.norms, norms[:steps]) < any_norm
         for at, (found, wanted) in enumerate(zip(outcome.ahead, expected_ahead(case), strict=False)):
             assert not found or relative_error(list(found), wanted) < (any_loss if at else first_loss)
+        wanted = expected_averaged(case)[: len(outcome.averaged)]
+        assert not case.ema or relative_error(outcome.averaged, wanted) < any_loss
 
 
 @pytest.mark.parametrize(

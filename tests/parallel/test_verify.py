@@ -38,7 +38,7 @@ SAME = {
     "zero 3": (f"--zero-stage 3 --precision bf16 {DROPOUT}", 2, f"--zero-stage 1 {TP} 2"),
     "cp 2": (f"{CP} 2 --zero-stage 2 --reset-attention-mask --reset-position-ids --eod-mask-loss", 4, f"{CP} 1"),
     "ep 2": (f"{MIXTURE} {EP} 2 --zero-stage 2 --global-batch-size 10", 4, f"{PP} 2 --expert-model-parallel-size 1"),
-    "muon": ("--optimizer muon --zero-stage 3 --global-batch-size 8", 2, f"{TP} 2 --zero-stage 0"),
+    "muon": ("--optimizer muon --zero-stage 3 --global-batch-size 8 --ema-interval 9", 2, f"{TP} 2 --zero-stage 0"),
     "lion, sp, padding": (f"--optimizer lion {TP} 2 --sequence-parallel --recompute full --global-batch-size 7", 4, ""),
     "fp16, ramp-up, offload": (
         "--precision fp16 --rampup-batch-size 32 32 1000 --global-batch-size 64 --optimizer-cpu-offload", 2, "",

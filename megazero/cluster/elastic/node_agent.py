@@ -49,7 +49,7 @@ from megazero.cluster.elastic import secret, store_process
 from megazero.cluster.elastic.same_command import absolute_save, first_difference
 from megazero.cluster.elastic.secret import Seal
 from megazero.cluster.elastic.signed_state import SignedState
-from megazero.cluster.elastic.store_process import COMMAND, END, RUN, SILENCE
+from megazero.cluster.elastic.store_process import COMMAND, END, JOINED, LEFT, RUN, SILENCE
 from megazero.cluster.listening import LOOPBACK, host_store, is_here
 from megazero.world import BEFORE, STARTED, this_node
 
@@ -117,6 +117,8 @@ class Meeting(DynamicRendezvousHandler):
         """Wait for enough nodes. Raises Ended: the run is over, there are too few, or the store is gone."""
         with self.explained(), self._saying():
             info = super().next_rendezvous()
+            while info.world_size < self.settings.min_nodes:  # a node was lost since the agreement
+                info = super().next_rendezvous()
         self.members, self.generation, self.waiting_since = frozenset(self.state.participants), self.state.round, None
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(*self.endpoint))
 
@@ -376,6 +378,7 @@ def run_agent(log_dir: Path, arguments: list[str], wait_seconds: float, report: 
         )
         with found.explained():
             admitted = admit(found, same)
+            found.store.add(JOINED, int(admitted))
     spec = WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
@@ -410,3 +413,4 @@ def run_agent(log_dir: Path, arguments: list[str], wait_seconds: float, report: 
         with contextlib.suppress(RuntimeError):
             if last_words(found.store, found.seal):  # else this node leaves, and the others continue
                 found.shutdown()
+            found.store.add(LEFT, 1)

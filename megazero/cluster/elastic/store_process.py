@@ -18,7 +18,8 @@ NOTHING = "nothing"  # its value before the first agreement
 COMMAND = "megazero/command"  # key of the command of the first node
 END = "megazero/end"  # key of the last words of the run
 SILENCE = "megazero/silence"  # key of the seconds since the agreement last changed: each sign of life changes it
-LINGER_SECONDS = 5.0  # in which all agents read the last words
+JOINED, LEFT = "megazero/joined", "megazero/left"  # keys of the numbers of agents that have joined, and then left
+LINGER_SECONDS = 30.0  # after the last words, for agents that have not left: they may be slow, or lost
 LEFT_SECONDS = 600.0  # after which a store without agents ends
 
 
@@ -36,7 +37,10 @@ def keep_store(host: str, port: int, seal: Seal) -> None:
             state, since = now, time.monotonic()
         silence = time.monotonic() - since
         store.set(SILENCE, seal.close(SILENCE, str(silence).encode()))
-        if silence > (LINGER_SECONDS if seal.read(store, END) is not None else LEFT_SECONDS):
+        ended = seal.read(store, END) is not None
+        if silence > (LINGER_SECONDS if ended else LEFT_SECONDS):
+            return
+        if ended and 0 < store.add(JOINED, 0) <= store.add(LEFT, 0):
             return
 
 

@@ -163,7 +163,7 @@ class HostLink:
         """sent: bytes of copies so far, under PCIE."""
         self.device, self.sent = device, sent
         self.streams = None if device.type == "cpu" else Streams(device)
-        self.stores = False  # since `finish_stores`
+        self.stores = self.fetches = False  # since `finish_stores`, `finish_fetches`
         if self.streams is not None:
             self.storing, self.fetching = self.streams.new(), self.streams.new()
 
@@ -174,6 +174,7 @@ class HostLink:
 
     def start_fetch(self, host: torch.Tensor, out: torch.Tensor) -> DeviceCopy:
         """Start to copy `host` to `out`."""
+        self.fetches = True
         return self._start(host, out, out, None if self.streams is None else self.fetching)
 
     def _start(self, source: torch.Tensor, out: torch.Tensor, on_device: torch.Tensor, stream: Any) -> DeviceCopy:
@@ -191,3 +192,9 @@ class HostLink:
         if self.streams is not None and self.stores:
             self.storing.synchronize()
         self.stores = False
+
+    def finish_fetches(self) -> None:
+        """Wait until the host can write all that was fetched; later calls do nothing."""
+        if self.streams is not None and self.fetches:
+            self.fetching.synchronize()
+        self.fetches = False

@@ -16,6 +16,7 @@ class StepParams(NamedTuple):
         step: number of this update, from 1, for the bias correction. An fp32 scalar on the states' device.
         divisor: divides the gradients: loss scale / clipping factor. A scalar in the master weights' dtype; None: 1.
         number: `step` as the host knows it.
+        average: weight of the updated weights in their running average; 0: the average stays as it is.
     """
 
     config: OptimizerConfig
@@ -23,6 +24,7 @@ class StepParams(NamedTuple):
     step: torch.Tensor
     divisor: torch.Tensor | None = None
     number: int = 0
+    average: float = 0.0
 
 
 class UpdateFunction(Protocol):

@@ -35,6 +35,9 @@ class State(NamedTuple):
         return SMALL_BYTES[self.precision] if self.precision else Fraction(master)
 
 
+AVERAGE = State("ema")  # of --ema-interval: a running average of the master weights
+
+
 class WeightKind(NamedTuple):
     """The properties of a weight that choose its update rule.
 
@@ -54,12 +57,19 @@ class UpdateRule(NamedTuple):
         states: kept besides master weights by a run that trains.
         whole_matrices: each matrix is updated by one data-parallel rank: owned ranges begin and end between matrices.
         copies: buffers that an update allocates, each as large as the weights.
+        averages: updates between two changes of the running average of the weights; 0: it is not kept.
     """
 
     name: str
     states: tuple[State, ...]
     whole_matrices: bool = False
     copies: int = 0
+    averages: int = 0
+
+    @property
+    def kept(self) -> tuple[State, ...]:
+        """The states, and last the running average if there is one."""
+        return (*self.states, AVERAGE) if self.averages else self.states
 
     def small(self, precision: str) -> UpdateRule:
         """Return the rule with states of this precision."""
@@ -89,11 +99,13 @@ class UpdateRule(NamedTuple):
 
     def state_bytes(self, master: int) -> Fraction:
         """Return the bytes of all states of an element, whose master weight has `master` bytes."""
-        return sum((state.num_bytes(master) for state in self.states), Fraction(0))
+        return sum((state.num_bytes(master) for state in self.kept), Fraction(0))
 
     def update_bytes(self, master: int) -> Fraction:
         """Return the bytes that an update reads and writes per element; of the gradient, those that it reads."""
-        return 3 * master + 2 * self.state_bytes(master)
+        moments = sum((state.num_bytes(master) for state in self.states), Fraction(0))
+        average = Fraction(3 * master, self.averages) if self.averages else Fraction(0)  # with the master weights
+        return 3 * master + 2 * moments + average
 
 
 class Optimizer(NamedTuple):
@@ -124,12 +136,17 @@ class Optimizer(NamedTuple):
 
     def saved(self, kind: WeightKind) -> tuple[str, ...]:
         """Return the prefixes of a weight's name in a checkpoint: of its master weights, and of each state."""
-        return ("model", *(state.name for state in self.rule(kind).states))
+        return ("model", *(state.name for state in self.rule(kind).kept))
 
     @property
     def states(self) -> tuple[State, ...]:
         """Each state once, of weights that are not in whole blocks."""
         return tuple(dict.fromkeys(state for rule in (self.matrices, self.others) for state in rule.states))
+
+    def averaged(self, interval: int) -> Optimizer:
+        """Return these rules with a running average that changes in every `interval`-th update; 0: without."""
+        matrices, others = (rule._replace(averages=interval) for rule in (self.matrices, self.others))
+        return self._replace(matrices=matrices, others=others)
 
     @property
     def splits(self) -> bool:

@@ -133,6 +133,13 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     clip_grad: Annotated[float, Bounds(0, 1e9, "no gradient norm is as large; 0 turns clipping off")] = 1.0
     """Largest global L2 norm of the gradients; larger gradients are scaled down to it. 0: no clipping."""
+    ema_interval: Iterations = 0
+    """Keep a running average of the weights, which changes in every N-th update. It is sharded and saved like an
+    optimizer state, as wide as the master weights. Evaluations also give its loss (validation_loss_ema), and
+    scripts/checkpoint.py export --weights ema writes it. 0: no average."""
+    ema_decay: DecayRate = 0.999
+    """--ema-interval: weight of the old average in the new one. The first averages are plain means: the k-th change has
+    the weight 1 - 1/k, if that is less."""
 
     optimizer_cpu_offload: bool = False
     """Keep master weights, optimizer states and reduced gradients in host memory, and update them there: the device
@@ -149,7 +156,8 @@ class OptimizerConfig:
 
     @property
     def rules(self) -> Optimizer:
-        return OPTIMIZERS[self.optimizer]._replace(moments=self.adam_moments, master_weights=self.master_weights)
+        forms = OPTIMIZERS[self.optimizer]._replace(moments=self.adam_moments, master_weights=self.master_weights)
+        return forms.averaged(self.ema_interval)
 
     @property
     def offload(self) -> float:

@@ -100,6 +100,7 @@ class Engine:
         self.num_corpora = num_corpora
         self.config, self.mesh, self.tracker = config, mesh, MemoryTracker()
         self.updates = 0  # so far, for Adam's bias correction
+        self.averages = 0  # changes of the running average so far
         self.scale = LossScale.of(config.training)
         self.layers = declare(config.model, mesh.layout.tp)
         self.spec = rank_spec(config, mesh.layout, mesh.pp.rank, declare)
@@ -245,6 +246,7 @@ class Engine:
             self.interpreter.update(step, self._step_params(lr, divisor))
         self.routers.update(found.choices)
         self.updates += 1
+        self.averages += self._averages(self.updates)
 
     def _skip(self, step: Program, batches: Sequence[MicroBatch], uploaded: Uploaded, found: Computed) -> str:
         """Discard the gradients, and return why: no target counts, or a gradient is not finite."""
@@ -259,14 +261,26 @@ class Engine:
         each = len(batches[0].samples)
         return micro_batches(samples or len(batches) * each * self.mesh.dp.size, each, 1)
 
+    def _averages(self, update: int) -> bool:
+        """Return whether an update, counted from 1, changes the running average of the weights."""
+        interval = self.config.optimizer.ema_interval
+        return interval > 0 and update % interval == 0
+
     def _step_params(self, lr: float, divisor: float) -> dict[torch.device, StepParams]:
         """Return the inputs of updates, by the device that computes them."""
-        found = {}
+        found, average = {}, 0.0
+        if self._averages(self.updates + 1):
+            average = max(1 - self.config.optimizer.ema_decay, 1 / (self.averages + 1))
         for device in {unit.home.device for unit in self.zero.trained_units}:
             number = torch.full((), self.updates + 1.0, dtype=torch.float32, device=device)
             by = None if divisor == 1.0 else torch.full_like(number, divisor, dtype=self.zero.options.master_dtype)
             found[device] = StepParams(
-                config=self.config.optimizer, lr=lr, step=number, divisor=by, number=self.updates + 1
+                config=self.config.optimizer,
+                lr=lr,
+                step=number,
+                divisor=by,
+                number=self.updates + 1,
+                average=average,
             )
         return found
 
@@ -315,6 +329,22 @@ class Engine:
         losses = self._run(self.program(EVALUATION, len(batches)), uploaded)
         sums, targets = self._read(self._global_losses(losses, uploaded), self._count_targets(uploaded.targets))
         return sums, [int(count) for count in targets]
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within: the weights are their running average. All ranks enter and leave together."""
+        self._exchange_averages()
+        self.zero.sync_params()
+        try:
+            yield
+        finally:  # without a message, because a peer may have failed
+            self._exchange_averages()
+        self.zero.sync_params()
+
+    @torch.no_grad()
+    def _exchange_averages(self) -> None:
+        self.wait()
+        self.zero.exchange_averages()
 
     @torch.no_grad()
     def next_logits(self, batch: MicroBatch, places: Sequence[int]) -> torch.Tensor | None:
@@ -415,7 +445,8 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of a checkpoint besides `shards`, the same on all ranks."""
         scale = asdict(self.scale) if self.scale else None
-        return {"updates": self.updates, "loss_scale": scale, "expert_biases": self.routers.state_dict(self.mesh)}
+        biases = self.routers.state_dict(self.mesh)
+        return {"updates": self.updates, "loss_scale": scale, "expert_biases": biases, "averages": self.averages}
 
     def load_state_dict(self, state: dict[str, Any], shards: Mapping[str, LocalShard]) -> None:
         """Resume from a checkpoint whose tensors have been read into `shards`. All ranks call this."""
@@ -423,6 +454,7 @@ class Engine:
         self.zero.load_states({name: shard.data for name, shard in shards.items()}, state["updates"])
         self.zero.sync_params()
         self.updates = state["updates"]
+        self.averages = state["averages"]
         self.routers.load_state_dict(state["expert_biases"])
         if self.scale and state["loss_scale"]:
             known = state["loss_scale"]

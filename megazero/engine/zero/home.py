@@ -71,6 +71,9 @@ class Home:
         """Return the tensor [owned] to which an update casts: the `weights` of the device, or memory for a copy."""
         return weights
 
+    def release(self) -> None:
+        """Wait until the device has read all that `compute_weights` has returned."""
+
     def start_fetch_weights(self, out: torch.Tensor) -> Pending:
         """Copy the updated weights to the device."""
         return Pending()

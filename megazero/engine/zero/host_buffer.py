@@ -37,6 +37,9 @@ class HostBuffer(Home):
     def compute_weights(self, weights: torch.Tensor) -> torch.Tensor:
         return self.weights
 
+    def release(self) -> None:
+        self.link.finish_fetches()
+
     def start_store(self, gradient: Buffer, pieces: Pieces) -> tuple[Reduced, Pending]:
         copy = self.copy_gradient(gradient.data, pieces)
 

@@ -27,6 +27,7 @@ class RuledPart(NamedTuple):
     Attributes:
         owned: the part, counted from the start of the owned range.
         states: in the order of the rule's; [n] each, [0] in a run that does not train.
+        average: running average of the master weights, [n]; None: it is not kept.
         matrices: of a rule of whole matrices.
         noise: bits for rounding, if states are small.
     """
@@ -34,8 +35,14 @@ class RuledPart(NamedTuple):
     rule: UpdateRule
     owned: Range
     states: tuple[Kept, ...]
+    average: Wide | None
     matrices: list[OwnedMatrices]
     noise: Noise | None
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """In the order of the rule's `kept`."""
+        return self.states if self.average is None else (*self.states, self.average)
 
     def bits(self, part: Range, update: int) -> list[torch.Tensor]:
         """Return random bits for each state, of elements counted from the start of the owned range."""
@@ -80,7 +87,7 @@ class OptimizerShard:
             self.master = Wide(self._new(len(weights), self.dtype))
         self.parts = [self._part(rule, part) for rule, part in unit.layout.by_rule(unit.owned, options.optimizer)]
         self.temporary = unit.sizes(options).temporary
-        held = self.master.nbytes * copies + sum(state.nbytes for part in self.parts for state in part.states)
+        held = self.master.nbytes * copies + sum(state.nbytes for part in self.parts for state in part.kept)
         if memory is None:
             self.allocation = options.tracker.allocate(home.kind, held)
 
@@ -92,10 +99,13 @@ class OptimizerShard:
         for owned in self.unit.owned_parts():
             self.master.write(owned.owned.slice(), owned.weight.initial(owned.start, owned.stop).to(self.device), None)
         self.cast()
+        for part in self.parts:
+            self._begin_average(part, part.owned)
 
     def _part(self, rule: UpdateRule, part: Range) -> RuledPart:
         numel, noise = part.numel if self.options.trains else 0, None
         states = tuple(kept(state, numel, self.dtype, self._new) for state in rule.states)
+        averages = rule.averages and self.options.trains
         if rule.is_small:
             pieces = [
                 NoisePiece(owned.spec, owned.block, owned.start, owned.owned.within(part))
@@ -107,6 +117,7 @@ class OptimizerShard:
             rule=rule,
             owned=part,
             states=states,
+            average=Wide(self._new(numel, self.dtype)) if averages else None,
             matrices=self.unit.matrices(part) if rule.whole_matrices else [],
             noise=noise,
         )
@@ -141,6 +152,8 @@ class OptimizerShard:
             MATRIX_UPDATES[part.rule.name](params, *arguments, part.matrices, self.options.product_dtype)
         else:
             UPDATES[part.rule.name](params, *arguments)
+        if part.average is not None and params.average:
+            part.average.read(within).lerp_(master, params.average)
         if not isinstance(self.master, Wide):
             self.master.write(at, master, None)
         if part.noise is not None:
@@ -158,6 +171,23 @@ class OptimizerShard:
         for piece in _cut(Range(0, len(target))):
             round_away(self.master.data[piece.slice()], target[piece.slice()])
 
+    def _begin_average(self, part: RuledPart, piece: Range) -> None:
+        """Set the average of elements `piece` of the owned range to their weights."""
+        if part.average is not None:
+            for each in _cut(piece):
+                part.average.write(part.within(each).slice(), self.master.read(each.slice()), None)
+
+    def exchange(self) -> None:
+        """Exchange the master weights and their running average, exactly. `cast` is to follow."""
+        for part in self.parts:
+            if part.average is None:
+                continue
+            for piece in _cut(part.owned):
+                average = part.average.read(part.within(piece).slice())
+                master = self.master.read(piece.slice()).clone()
+                self.master.write(piece.slice(), average, None)
+                average.copy_(master)
+
     def start_fetch(self) -> Pending:
         """Copy the updated weights to the device."""
         return self.home.start_fetch_weights(self.weights)
@@ -170,7 +200,7 @@ class OptimizerShard:
         rule = self.options.optimizer.rule(part.spec.kind)
         mine = (each for each in self.parts if each.rule == rule)
         ruled = next(each for each in mine if each.within(part.owned).numel == part.owned.numel)
-        for state, numbers in zip(rule.states, ruled.states, strict=True):
+        for state, numbers in zip(rule.kept, ruled.kept, strict=True):
             yield state.name, numbers, ruled.within(part.owned), ruled
 
     def state(self, part: OwnedPart) -> dict[str, torch.Tensor]:
@@ -189,11 +219,14 @@ class OptimizerShard:
         """Take over the copies that `saved` has returned and a checkpoint has filled.
 
         Args:
-            tensors: by the names of `state_name`; those that are missing keep their numbers.
+            tensors: by the names of `state_name`; those that are missing keep their numbers, but a running average
+                begins at the weights.
             updates: of the run so far; they decide how numbers that have another form are rounded.
         """
         for name, numbers, place, ruled in self._kept(part):
             data = tensors.get(state_name(name, part.spec.name))
+            if data is None and ruled is not None and numbers is ruled.average:
+                self._begin_average(ruled, part.owned)
             if data is None or isinstance(numbers, Wide):
                 continue
             for piece in _cut(place):

@@ -136,11 +136,18 @@ class Zero:
     def sync_params(self) -> None:
         """Cast the master weights, all-gather them to the ranks that keep whole weights, and wait."""
         for unit in self.units.values():
+            unit.home.release()  # of the copies of a step, which orders its own by its program
+        for unit in self.units.values():
             unit.at_rest.cast()
             unit.at_rest.start_fetch().wait()
             unit.weights.start_sync().wait()
         for unit in self.units.values():
             unit.home.flush()
+
+    def exchange_averages(self) -> None:
+        """Exchange the master weights and their running averages; `sync_params` is to follow."""
+        for unit in self.units.values():
+            unit.at_rest.exchange()
 
     def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
         """Add a contribution to a weight's gradient, now or when the queue is processed."""

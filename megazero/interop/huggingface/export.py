@@ -18,6 +18,7 @@ from megazero.checkpoint.tensor_file import TensorFile
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.model.layers.context import DTYPES
 from megazero.engine.model.stage import declare
+from megazero.engine.options.optimizers import AVERAGE
 from megazero.engine.options.schema import ModelConfig
 from megazero.files import new_folder, write_atomically
 from megazero.interop.huggingface.families import family_of
@@ -77,6 +78,7 @@ def export(
     tokenizer: Tokenizer | None,
     dtype: str = "fp32",
     shard_bytes: int = 5 << 30,
+    weights: str = "model",
     advance: Callable[[int], None] = lambda _: None,
 ) -> bool:
     """Write the checkpoint folder `path` as the Hugging Face model `output`, which appears whole or not at all.
@@ -88,22 +90,30 @@ def export(
         tokenizer: of the run; None: the export has none.
         dtype: of the weights, as --precision names it.
         shard_bytes: of a safetensors file.
+        weights: model, or ema: their running average.
         advance: called with the bytes of each tensor or band.
 
     Returns:
         False if transformers gives other ids than `tokenizer` for some texts.
 
     Raises:
-        ValueError: the checkpoint is damaged, `output` exists already, or a weight is beyond the range of the dtype.
+        ValueError: the checkpoint is damaged or has no running average, `output` exists already, or a weight is beyond
+            the range of the dtype.
     """
     state = RunState.read_alone(path)
+    if weights == AVERAGE.name and not state.averages:
+        raise ValueError(
+            f"--weights ema: {path} has no running average of the weights; train with --ema-interval N, and export a "
+            "checkpoint of at least N updates"
+        )
     model = exported(state.model_config(path))
     shards = plan_shards(model, DTYPES[dtype], shard_bytes)
     with new_folder(output) as folder:
         same = tokenizer is None or write_tokenizer(tokenizer, folder)
         _write_config(model, folder, dtype, special_ids(tokenizer, folder) if tokenizer is not None else {})
         biases = [torch.tensor(state.expert_biases[str(number)]) for number in family_of(model).bias_names(model)]
-        _write_weights(TensorReader(path), model, shards, biases, folder=folder, dtype=dtype, advance=advance)
+        source = ExportSource(TensorReader(path), weights, dtype, advance)
+        _write_weights(source, model, shards, biases, folder=folder)
     return same
 
 
@@ -120,14 +130,28 @@ def check_export(model: ModelConfig, tokenizer: Tokenizer | None) -> None:
         check_tokenizer(tokenizer)
 
 
+class ExportSource(NamedTuple):
+    """The weights of a checkpoint, in the dtype of an export; see `export`."""
+
+    reader: TensorReader
+    weights: str
+    dtype: str
+    advance: Callable[[int], None]
+
+    def read(self, name: str, rows: slice) -> torch.Tensor:
+        """Return a weight, or rows of it; ValueError if one is beyond the range of the dtype."""
+        ours = self.reader.read(f"{self.weights}.{name}", rows).to(DTYPES[self.dtype])
+        if self.dtype == "fp16" and not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):
+            raise ValueError(
+                f"--dtype fp16: {name} holds values beyond {torch.finfo(ours.dtype).max:.0f}, the largest of fp16; "
+                "use bf16 or fp32"
+            )
+        self.advance(ours.nbytes)
+        return ours
+
+
 def _write_weights(
-    reader: TensorReader,
-    model: ModelConfig,
-    shards: list[Shard],
-    biases: list[torch.Tensor],
-    folder: Path,
-    dtype: str,
-    advance: Callable[[int], None],
+    source: ExportSource, model: ModelConfig, shards: list[Shard], biases: list[torch.Tensor], folder: Path
 ) -> None:
     """Write the files of an export; `biases` of experts are at the end of the last one."""
     names = [WEIGHTS]
@@ -140,29 +164,16 @@ def _write_weights(
     for name, shard in zip(names, shards, strict=True):
         with TensorFile(folder / name, shard.announced, {"format": "pt"}) as file:
             for _, rows in itertools.groupby(shard.rows, key=lambda row: row.ours):
-                for part in _parts(reader, list(rows), model, dtype=dtype, advance=advance):
+                for part in _parts(source, list(rows), model):
                     file.append(part)
             for bias in biases if shard is shards[-1] else ():
                 file.append([bias])
 
 
-def _parts(
-    reader: TensorReader, same: list[TensorNames], model: ModelConfig, dtype: str, advance: Callable[[int], None]
-) -> Iterator[Iterable[torch.Tensor]]:
+def _parts(source: ExportSource, same: list[TensorNames], model: ModelConfig) -> Iterator[Iterable[torch.Tensor]]:
     """Yield their tensors of rows with the same tensors of ours, in their dtype, each as bands of its rows."""
-
-    def read(name: str, rows: slice) -> torch.Tensor:
-        ours = reader.read(f"model.{name}", rows).to(DTYPES[dtype])
-        if dtype == "fp16" and not all(math.isfinite(float(end)) for end in torch.aminmax(ours)):
-            raise ValueError(
-                f"--dtype fp16: {name} holds values beyond {torch.finfo(ours.dtype).max:.0f}, the largest of fp16; "
-                "use bf16 or fp32"
-            )
-        advance(ours.nbytes)
-        return ours
-
-    name, row = same[0].ours[0], same[0]
-    in_bands = bands(reader.manifest.tensors[f"model.{name}"].shape)
+    read, name, row = source.read, same[0].ours[0], same[0]
+    in_bands = bands(source.reader.manifest.tensors[f"{source.weights}.{name}"].shape)
     if row.form is SAME:
         yield map(functools.partial(read, name), in_bands)
     elif row.form.by_rows:

@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -263,3 +264,46 @@ def test_an_agent_passes_over_what_is_not_its_users_folder(tmp_path: Path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         ["kept", made.name, *(f"megazero-agent-{name}" for name in ("fifo", "link", "file", "foreign"))]
     )
+
+
+@pytest.mark.parametrize(
+    ("joined", "left", "seconds"),
+    [(2, {5: 2}, 5), (2, {5: 1, 25: 1}, 25), (2, {5: 1}, 32), (0, {}, 32)],
+    ids=["all have left", "a slow node", "a lost node", "none has joined"],
+)
+def test_the_store_waits_for_nodes_that_have_not_read_the_last_words(
+    joined: int, left: dict[int, int], seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """left: second -> nodes that leave then. The run ends in the second second."""
+    from megazero.cluster.elastic import store_process as process
+
+    store, seal, now = dist.HashStore(), process.Seal("secret"), 0
+
+    def sleep(_: float) -> None:
+        nonlocal now
+        now += 1
+        if now == 1:
+            store.add(process.JOINED, joined)
+            store.compare_set(process.STATE, process.NOTHING, "all")
+        if now == 2:
+            store.set(process.END, seal.close(process.END, b"0 done"))
+        store.add(process.LEFT, left.get(now, 0))
+
+    monkeypatch.setattr(process, "host_store", lambda *_: store)
+    monkeypatch.setattr(process, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
+    process.keep_store("localhost", 0, seal)
+    assert now == seconds
+
+
+def test_a_generation_that_has_lost_a_node_at_its_start_meets_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun counts nodes after the agreement, and one may be lost in between."""
+    node = Cluster(monkeypatch).node("a", 2).meeting
+    worlds = [1, 1, 2]
+    monkeypatch.setattr(node, "_settings", replace(node.settings, min_nodes=2))
+    node.endpoint = "localhost", 1
+    monkeypatch.setattr(
+        dynamic_rendezvous.DynamicRendezvousHandler,
+        "next_rendezvous",
+        lambda self: SimpleNamespace(store=dist.HashStore(), rank=0, world_size=worlds.pop(0)),
+    )
+    assert node.next_rendezvous().world_size == 2 and not worlds
