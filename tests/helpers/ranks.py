@@ -162,6 +162,13 @@ class Ranks:
         Raises:
             RankError: with the first traceback, when any rank raises, ends or hangs.
         """
+        try:
+            return self._hear()
+        except BaseException:  # pytest's limit of seconds too: the next call must not get this call's results
+            self.stop(kill=True)
+            raise
+
+    def _hear(self) -> list[Any]:
         found: dict[int, Any] = {}
         until = time.monotonic() + self._seconds
         while len(found) < self.world:
@@ -188,7 +195,6 @@ class Ranks:
 
     def _fail(self, message: str) -> None:
         said = self.log.read_text()[-3000:] if self.log.exists() else ""
-        self.stop(kill=True)
         raise RankError(f"{message}\n{said}".strip()) from None
 
     def stop(self, kill: bool = False) -> None:
