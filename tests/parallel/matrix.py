@@ -333,9 +333,13 @@ def case_of(choice: Choice) -> Case:
     )
 
 
+def factors_of(choice: Choice) -> Factors:
+    return ON_GPU if "device" in choice else WITH_EXPERTS if "experts" in choice else NUMBERS | FACTORS
+
+
 def name_of(choice: Choice) -> str:
     """The levels that are not the plainest."""
-    words, factors = [], ON_GPU if "device" in choice else WITH_EXPERTS if "experts" in choice else NUMBERS | FACTORS
+    words, factors = [], factors_of(choice)
     for name, level in choice.items():
         if level != factors[name][0]:
             words.append(name if level is True else f"{name}={level}")
@@ -465,24 +469,44 @@ class Covers(NamedTuple):
     def split(cls, default: list[Choice], generated: list[Choice], second: int) -> Covers:
         """Divide generated choices: the default suite gets every level of every factor.
 
+        On more than two ranks, the levels that others have are the plainest in the default suite, and the second ring
+        has the whole choice.
+
         Args:
             default: choices that the default suite has besides.
-            second: how many of the others the second ring has; the first ones add most pairs.
+            second: how many of the others the second ring has besides; the first ones add most pairs.
         """
-        first, others = _with_every_level(default, generated)
-        return cls(default + first, others[:second], others[second:])
+        first, dear, others = _with_every_level(default, generated)
+        return cls(default + first, dear + others[:second], others[second:])
 
 
-def _with_every_level(given: list[Choice], choices: list[Choice]) -> tuple[list[Choice], list[Choice]]:
-    """Return few of `choices`, on few ranks, in which every level occurs that `given` lacks; and the other choices."""
+def _with_every_level(given: list[Choice], choices: list[Choice]) -> tuple[list[Choice], list[Choice], list[Choice]]:
+    """Return few of `choices`, on few ranks, in which every level occurs that `given` lacks.
+
+    Returns:
+        The few, plainer if they have more than two ranks; the latter as they were; and the other choices.
+    """
     missing = {item for choice in choices for item in choice.items()} - {item for c in given for item in c.items()}
-    first, others = [], list(choices)
+    first, dear, others = [], [], list(choices)
     while missing:
         best = max(others, key=lambda choice: len(missing & choice.items()) / case_of(choice).world)
         others.remove(best)
+        if case_of(best).world > 2:
+            dear.append(best)
+            best = _plainer(best, missing)
         first.append(best)
         missing -= best.items()
-    return first, others
+    return first, dear, others
+
+
+def _plainer(choice: Choice, needed: set[tuple[str, Any]]) -> Choice:
+    """Return a choice whose levels that are not `needed` are the plainest, where the rules allow it."""
+    for name, level in choice.items():
+        plainer = choice | {name: factors_of(choice)[name][0]}
+        rules = [rule for rule in RULES if name in rule.factors and set(rule.factors) <= set(choice)]
+        if (name, level) not in needed and all(rule.allows(plainer) for rule in rules):
+            choice = plainer
+    return choice
 
 
 @cache
