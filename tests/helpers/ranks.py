@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ROOT = Path(__file__).resolve().parents[2]
-STACKS_SECONDS = 220.0  # after which a rank of a test prints its stacks: it hangs
+STACKS_SECONDS = 440.0  # after which a rank of a test prints its stacks: it hangs
 
 
 class RankError(AssertionError):
@@ -131,7 +131,7 @@ class Ranks:
     """
 
     def __init__(
-        self, world: int, start: Start, seconds: float = 240.0, gpus: bool = False, reuse_groups: bool = False
+        self, world: int, start: Start, seconds: float = 480.0, gpus: bool = False, reuse_groups: bool = False
     ) -> None:
         """`seconds`: ranks that have not answered until then hang. `gpus`, `reuse_groups`: see `Group`."""
         self.world, self._starter, self._seconds = world, start, seconds
