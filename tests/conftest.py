@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,10 +29,6 @@ if "TMPDIR" not in os.environ and MEMORY.is_dir():  # of `tmp_path`: no save wai
     file_system = os.statvfs(MEMORY)
     if file_system.f_bavail * file_system.f_frsize >= ROOM and not file_system.f_flag & os.ST_NOEXEC:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
-
-# Else each worker rewrites the asserts of 250 modules, and each program that a test starts compiles ours.
-sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # tests/machines.py sets it
 
