@@ -5,5 +5,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/install.sh
 install requirements-dev.txt
+unset PYTHONDONTWRITEBYTECODE # else each process compiles all modules: 30 CPU seconds and more
 workers=$(nproc)
 exec .venv/bin/python -m pytest -n "$((workers < 4 ? workers : 4))" --dist worksteal "$@"

@@ -65,12 +65,12 @@ def train(command: Command, world: World, signals: Signals) -> Wish | None:
                 _hand_out_report(prepared, mesh, screen, run)
             with run.watchdog.over(run.trainer.engine.interpreter), frozen_objects():
                 stop = run.evaluate() if config.evaluation.eval_only else run.train()
-            sample, goes_on = run.trainer.progress.consumed_samples, run.goes_on
-            if goes_on:
-                saved = run.trainer.progress.iteration > 0
-                prepared, clock, screen = continuing(prepared) if saved else prepared, StartClock(), []
+            reached, goes_on = run.trainer.progress, run.goes_on
+            sample = reached.consumed_samples
             del run
-            free_memory(mesh)  # before the engine of the next stage is built
+            if goes_on:
+                free_memory(mesh)  # before the engine of the next stage is built
+                prepared, clock, screen = continuing(prepared) if reached.iteration else prepared, StartClock(), []
     if lock is not None:
         lock.release()
     launch.stop(world, config.parallel.distributed_timeout_minutes)

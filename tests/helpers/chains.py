@@ -56,7 +56,7 @@ LAYOUTS: dict[str, Layout] = {
     "pp4 by hand": (4, {PP: 4, "pipeline_split": "2,1,1,1"}, {}),
     "cp3 zero2": (3, {CP: 3}, {"zero_stage": 2}),
     "cp2 tp2 ring": (4, {CP: 2, TP: 2, "sequence_parallel": True, "cp_exchange": "ring"}, {"zero_stage": 3}),
-    "dp3 zero3": (3, {}, {"zero_stage": 3}),  # which cannot share a batch of 8 equally
+    "dp3 zero3": (3, {}, {"zero_stage": 3}),  # which cannot share 4 micro-batches equally
 }
 
 
@@ -75,7 +75,7 @@ def configured(name: str, corpus: str, iterations: int, precision: str, **option
     return replace(
         Config(),
         model=MODEL,
-        training=TrainingConfig(global_batch_size=8, train_iters=iterations, precision=precision),
+        training=TrainingConfig(micro_batch_size=2, global_batch_size=8, train_iters=iterations, precision=precision),
         optimizer=OptimizerConfig(lr=1e-3),
         parallel=replace(ParallelConfig(), **parallel),
         zero=replace(ZeroConfig(poison_buffers=True), **zero),

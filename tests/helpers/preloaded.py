@@ -10,6 +10,7 @@ import pkgutil
 
 import megazero
 from megazero.flags.cli import parse
+from megazero.observe.report.page import template
 from tests.helpers.parsers import remember_parsers
 
 OWN = [module.name for module in pkgutil.walk_packages(megazero.__path__, "megazero.")]
@@ -21,7 +22,8 @@ OURS = ["pretrain_gpt", "tests.parallel.test_pretended_gpu"]  # half a second in
 for name in [*OWN, *LIBRARIES, *(f"transformers.models.{name}" for name in MODELS), *OURS]:
     importlib.import_module(name)
 remember_parsers()
-parse([])  # a program whose defaults are those of no preset finds its parser
+parse(["--num-layers", "1"])  # a program whose defaults are those of no preset finds its parser
+template()
 gc.collect()
 gc.freeze()  # a collection in a forked process then neither looks at these objects nor copies their pages
 atexit.register(gc.unfreeze)  # else Triton's bindings report leaks

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ROOT = Path(__file__).resolve().parents[2]
-STACKS_SECONDS = 220.0  # after which a rank of a test prints its stacks: it hangs
+STACKS_SECONDS = 440.0  # after which a rank of a test prints its stacks: it hangs
 
 
 class RankError(AssertionError):
@@ -131,7 +131,7 @@ class Ranks:
     """
 
     def __init__(
-        self, world: int, start: Start, seconds: float = 240.0, gpus: bool = False, reuse_groups: bool = False
+        self, world: int, start: Start, seconds: float = 480.0, gpus: bool = False, reuse_groups: bool = False
     ) -> None:
         """`seconds`: ranks that have not answered until then hang. `gpus`, `reuse_groups`: see `Group`."""
         self.world, self._starter, self._seconds = world, start, seconds
@@ -162,6 +162,13 @@ class Ranks:
         Raises:
             RankError: with the first traceback, when any rank raises, ends or hangs.
         """
+        try:
+            return self._hear()
+        except BaseException:  # pytest's limit of seconds too: the next call must not get this call's results
+            self.stop(kill=True)
+            raise
+
+    def _hear(self) -> list[Any]:
         found: dict[int, Any] = {}
         until = time.monotonic() + self._seconds
         while len(found) < self.world:
@@ -188,7 +195,6 @@ class Ranks:
 
     def _fail(self, message: str) -> None:
         said = self.log.read_text()[-3000:] if self.log.exists() else ""
-        self.stop(kill=True)
         raise RankError(f"{message}\n{said}".strip()) from None
 
     def stop(self, kill: bool = False) -> None:

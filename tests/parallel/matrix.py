@@ -98,7 +98,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "all of 4, gated": BALANCED
     | SHARED_EXPERT
     | {"num_experts": 4, "moe_router_topk": 4, "moe_shared_expert_gate": True, "moe_layer_freq": "2"},
-    "2 of 40": BALANCED | {"num_experts": 40, "moe_ffn_hidden_size": 12},  # of which many get no token
+    "2 of 16": BALANCED | {"num_experts": 16, "moe_ffn_hidden_size": 12},  # of which some get no token
 }
 DIVISIONS = {  # level -> ranks that the experts of a layer are divided over, and that share an expert; 0: tp
     "": (1, 0),
@@ -160,10 +160,10 @@ ON_GPU: Factors = {
     "ema": (0, 1),
     "mixture": tuple(MIXTURES),
 }
-FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.2.mlp.*", "blocks.3.*.bias")
+FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.1.mlp.*", "blocks.2.*.bias")
 # kv* is a weight of keys and values, or those of their latents.
-FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv*", "blocks.2.mlp.*", "blocks.3.norm*")
-FROZEN_ON_GPU = ("token_embedding.*", "blocks.0.*", "blocks.1.mlp.*")  # its models are smaller
+FROZEN_ROTARY = ("token_embedding.*", "blocks.0.*", "blocks.1.attention.kv*", "blocks.1.mlp.*", "blocks.2.norm*")
+FROZEN_ON_GPU = ("token_embedding.*", "blocks.0.*", "blocks.1.mlp.*")
 SAMPLES = 2  # of a micro-batch
 MAX_WORLD = 8
 BEGINNINGS, TRIES = 6, 12  # of the search for a case: pairs that it begins from, layouts that it tries
@@ -300,7 +300,7 @@ def case_of(choice: Choice) -> Case:
     chunks = 2 if SCHEDULES[choice["schedule"]].virtual_stages else 1
     stages = choice["pp"] * chunks
     on_gpu = choice["device"] != "cpu"
-    layers = max(3 if on_gpu else MODEL.num_layers, stages + 1)
+    layers = max(3, stages + 1)
     frozen = FROZEN_ON_GPU if on_gpu else FROZEN if architecture == "gpt2" else FROZEN_ROTARY
     experts, division = MIXTURES[choice.get("mixture", "")]
     ep, etp = DIVISIONS[choice.get("division", division)]
@@ -336,9 +336,13 @@ def case_of(choice: Choice) -> Case:
     )
 
 
+def factors_of(choice: Choice) -> Factors:
+    return ON_GPU if "device" in choice else WITH_EXPERTS if "experts" in choice else NUMBERS | FACTORS
+
+
 def name_of(choice: Choice) -> str:
     """The levels that are not the plainest."""
-    words, factors = [], ON_GPU if "device" in choice else WITH_EXPERTS if "experts" in choice else NUMBERS | FACTORS
+    words, factors = [], factors_of(choice)
     for name, level in choice.items():
         if level != factors[name][0]:
             words.append(name if level is True else f"{name}={level}")
@@ -468,24 +472,44 @@ class Covers(NamedTuple):
     def split(cls, default: list[Choice], generated: list[Choice], second: int) -> Covers:
         """Divide generated choices: the default suite gets every level of every factor.
 
+        On more than two ranks, the levels that others have are the plainest in the default suite, and the second ring
+        has the whole choice.
+
         Args:
             default: choices that the default suite has besides.
-            second: how many of the others the second ring has; the first ones add most pairs.
+            second: how many of the others the second ring has besides; the first ones add most pairs.
         """
-        first, others = _with_every_level(default, generated)
-        return cls(default + first, others[:second], others[second:])
+        first, dear, others = _with_every_level(default, generated)
+        return cls(default + first, dear + others[:second], others[second:])
 
 
-def _with_every_level(given: list[Choice], choices: list[Choice]) -> tuple[list[Choice], list[Choice]]:
-    """Return few of `choices`, on few ranks, in which every level occurs that `given` lacks; and the other choices."""
+def _with_every_level(given: list[Choice], choices: list[Choice]) -> tuple[list[Choice], list[Choice], list[Choice]]:
+    """Return few of `choices`, on few ranks, in which every level occurs that `given` lacks.
+
+    Returns:
+        The few, plainer if they have more than two ranks; the latter as they were; and the other choices.
+    """
     missing = {item for choice in choices for item in choice.items()} - {item for c in given for item in c.items()}
-    first, others = [], list(choices)
+    first, dear, others = [], [], list(choices)
     while missing:
         best = max(others, key=lambda choice: len(missing & choice.items()) / case_of(choice).world)
         others.remove(best)
+        if case_of(best).world > 2:
+            dear.append(best)
+            best = _plainer(best, missing)
         first.append(best)
         missing -= best.items()
-    return first, others
+    return first, dear, others
+
+
+def _plainer(choice: Choice, needed: set[tuple[str, Any]]) -> Choice:
+    """Return a choice whose levels that are not `needed` are the plainest, where the rules allow it."""
+    for name, level in choice.items():
+        plainer = choice | {name: factors_of(choice)[name][0]}
+        rules = [rule for rule in RULES if name in rule.factors and set(rule.factors) <= set(choice)]
+        if (name, level) not in needed and all(rule.allows(plainer) for rule in rules):
+            choice = plainer
+    return choice
 
 
 @cache

@@ -17,6 +17,7 @@ from megazero.engine.options.schema import CheckpointConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.run.training_run import TrainingRun
 from tests.helpers.late import late_collectives
+from tests.helpers.rings import by_default
 from tests.helpers.runs import new_run
 from tests.parallel.cases import Case
 from tests.unit.data_helpers import write_corpus
@@ -118,7 +119,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize("case", RESUMED, ids=str)
+@pytest.mark.parametrize("case", by_default(RESUMED, 2, 3), ids=str)
 def test_a_resumed_run_begins_with_the_weights_that_it_loaded(case: Case, ranks, tmp_path: Path) -> None:
     """Late collectives of its construction do not restore the initial weights."""
     tokens = torch.randint(0, 101, (2000,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -81,6 +82,14 @@ def test_an_error_is_raised_at_once_and_the_next_call_starts_new_ranks(pool: Ran
         pool.run(fail, how)
     assert pool.run(total, 0) == [(0, 1), (1, 1)]
     assert not set(before) & set(pool.run(pid))
+
+
+def test_an_interrupted_call_leaves_no_results_to_the_next(pool: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that pytest stops at its limit of seconds is interrupted so."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("tests.helpers.ranks.wait", Mock(side_effect=KeyboardInterrupt))
+        pool.run(total, 10)
+    assert pool.run(total, 0) == [(0, 1), (1, 1)]
 
 
 def test_a_function_uses_the_groups_of_the_one_before(pool: Ranks) -> None:

@@ -387,7 +387,7 @@ OVERLAPPING = [
     Case(dp=2, zero=3, micro_batches=3, recompute="full"),
     Case(dp=2, zero=3, precision="bf16", micro_batches=1, options=(("reduce_bucket_size", 2000),)),
     Case(tp=2, recompute="full", pa=True, micro_batches=1),
-    Case(dp=2, tp=2, zero=3, sp=True, recompute="selective", micro_batches=1),
+    Case(dp=2, tp=2, zero=3, sp=True, recompute="selective", micro_batches=1, model=replace(MODEL, num_layers=3)),
 ]
 
 

@@ -29,6 +29,7 @@ from megazero.run.checkpoints import Checkpoints
 from megazero.run.replicas import check_replicas
 from megazero.run.stopping import Clock, DeadRun, Signals, Wish
 from megazero.run.training_run import TrainingRun
+from tests.helpers.rings import by_default
 from tests.parallel.runs import MODEL, configured, names, quietly, run_of, train, weights, write_corpus
 
 
@@ -311,7 +312,7 @@ def test_a_run_without_targets_ends_with_an_error(ranks: Any, tmp_path: Path) ->
 # -- saves
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", by_default([0, 3], 1))
 def test_a_save_in_the_background_is_the_same_checkpoint(ranks: Any, corpus: str, tmp_path: Path, stage: int) -> None:
     """Training continues while a checkpoint is written; the last one is whole when the run ends."""
     for name, background in (("now", False), ("later", True)):

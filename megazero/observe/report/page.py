@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import shlex
@@ -65,12 +66,18 @@ def write_report(folder: Path) -> Path:
     return path
 
 
+@functools.cache
+def template() -> jinja2.Template:
+    """Return the compiled template of the page."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    jinja = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return jinja.get_template("report.html.jinja")
+
+
 def page(run: Run) -> str:
     """Return the page of a run."""
     last, start = run.records[-1], run.start
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    jinja = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return jinja.get_template("report.html.jinja").render(
+    return template().render(
         name=run.name,
         state=_state(run),
         cards=_cards(run),

@@ -321,7 +321,7 @@ def draw(seed: int) -> tuple[Config, Layout]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 60), marks=pytest.mark.second)])
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 60), marks=pytest.mark.second)])
 def test_estimate_is_the_closed_formulas(seeds: range) -> None:
     """On the first rank of every stage. Sums of rounded-down terms: a byte per collective is forgiven.
 

@@ -87,10 +87,11 @@ def replicated(spec: RankSpec) -> dict[str, ShardingGroup]:
 @pytest.mark.long
 def test_everything_used_is_present() -> None:
     """Weights between Wait(Gather) and Release, each in a part of the arena of its own; gradients between Open and
-    Reduce; kept inputs between Keep and Drop. Every started operation is waited for once.
+    Reduce; kept inputs between Keep and Drop. Every started operation is waited for once, updated weights before
+    their first use.
     """
     for _, spec, made in programs():
-        present, opened, kept, in_flight = set(), set(), set(), set()
+        present, opened, kept, in_flight, updated = set(), set(), set(), set(), set()
         taken: dict[str, range] = {}  # unit -> its part of the arena
         for op in made.gradients:
             if isinstance(op, Start):
@@ -98,6 +99,8 @@ def test_everything_used_is_present() -> None:
                 in_flight.add(op.op)
             if isinstance(op, Wait) and not isinstance(op.op, Sync):
                 in_flight.remove(op.op)
+            elif isinstance(op, Wait):
+                updated.add(op.op.unit)
             about = inner(op)
             if isinstance(about, Gather) and isinstance(op, Start):
                 part = range(about.offset, about.offset + spec.units[about.unit].numel)
@@ -124,6 +127,8 @@ def test_everything_used_is_present() -> None:
                 kept.remove(op.key)
             elif isinstance(op, COMPUTE):
                 layer = spec.layers[op.layer]
+                if isinstance(op, Forward):
+                    assert {unit for unit in layer.units if spec.policy(unit).syncs} <= updated
                 needs = isinstance(op, (Forward, Recompute)) or (isinstance(op, Backward) and layer.use is Use.LAYER)
                 if needs:
                     assert {unit for unit in layer.units if spec.policy(unit).parameters} <= present
@@ -135,17 +140,6 @@ def test_everything_used_is_present() -> None:
                 if isinstance(op, Recompute):
                     assert op.key in kept
         assert not (present or taken or opened or kept or in_flight)
-
-
-@pytest.mark.long
-def test_updated_weights_are_waited_for_before_their_first_use() -> None:
-    for _, spec, made in programs():
-        waited = set()
-        for op in made.gradients:
-            if isinstance(op, Wait) and isinstance(op.op, Sync):
-                waited.add(op.op.unit)
-            if isinstance(op, Forward):
-                assert {unit for unit in spec.layers[op.layer].units if spec.policy(unit).syncs} <= waited
 
 
 def test_gathers_and_receives_start_one_layer_ahead() -> None:
