@@ -113,7 +113,8 @@ class RunEvents:
         try:
             if line := goodput_line(read_run(self.folder)):
                 log.info(f"goodput   {line}")
-            log.info(f"report    {write_report(self.folder)}")
+            if self.config.log.report:
+                log.info(f"report    {write_report(self.folder)}")
         except Exception as error:
             log.warning(f"no report.html: {type(error).__name__}: {error}")
 

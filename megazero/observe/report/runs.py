@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import dataclass
@@ -45,6 +46,22 @@ class Run:
     def start(self) -> Record:
         """The event of the last start; empty if there is none."""
         return (self.starts or [{}])[-1]
+
+    @property
+    def ended(self) -> bool:
+        """The run has recorded its end."""
+        return bool(self.events) and self.events[-1].get("event") == "end"
+
+    @functools.cached_property
+    def axes(self) -> dict[XAxis, Array]:
+        """The place of every record in iterations, in tokens, and in hours of training steps."""
+        iterations = np.array([record["iteration"] for record in self.records], dtype=np.float64)
+        # above 1 where records were left out
+        between = np.diff(iterations, prepend=max(0.0, iterations[0] - self.stride))
+        seconds = np.array([record.get("step_seconds") or 0.0 for record in self.records])
+        rates = np.array([record.get("tokens_per_second") or 0.0 for record in self.records])
+        tokens = np.cumsum(np.round(seconds * rates) * between)
+        return {"iteration": iterations, "tokens": tokens, "hours": np.cumsum(seconds * between) / 3600}
 
 
 class Curve(NamedTuple):
@@ -94,30 +111,25 @@ def parse_record(line: bytes | str) -> Record:
 # -- curves
 
 
-def curve(run: Run, key: str, axis: XAxis = "iteration") -> Curve:
-    """Return the finite values of `key`, such as "loss" or "memory_bytes/peak"."""
+def column(run: Run, key: str) -> Array:
+    """Return `key`, such as "loss" or "memory_bytes/peak", of every record; of values by name, such as the loads of
+    layers, the largest. NaN where it is missing or not finite."""
     outer, _, inner = key.partition("/")
-    points = []
-    for place, record in zip(axis_values(run, axis), run.records, strict=True):
+    found = np.full(len(run.records), np.nan)
+    for place, record in enumerate(run.records):
         value = record.get(outer)
-        if inner and isinstance(value, dict):
-            value = value.get(inner)
+        if isinstance(value, dict):
+            value = value.get(inner) if inner else max(value.values(), default=None)
         if isinstance(value, (int, float)) and math.isfinite(value):
-            points.append((place, float(value)))
-    return Curve(*np.array(points, dtype=np.float64).reshape(-1, 2).T)
+            found[place] = value
+    return found
 
 
-def axis_values(run: Run, axis: XAxis) -> Array:
-    """Return the place of every record on an axis: iterations, tokens, or hours of training steps."""
-    iterations = np.array([record["iteration"] for record in run.records], dtype=np.float64)
-    if axis == "iteration":
-        return iterations
-    seconds = np.array([record.get("step_seconds") or 0.0 for record in run.records])
-    between = np.diff(iterations, prepend=max(0.0, iterations[0] - run.stride))  # above 1 where records were left out
-    if axis == "hours":
-        return np.cumsum(seconds * between) / 3600
-    rates = np.array([record.get("tokens_per_second") or 0.0 for record in run.records])
-    return np.cumsum(np.round(seconds * rates) * between)
+def curve(run: Run, key: str, axis: XAxis = "iteration") -> Curve:
+    """Return the finite values of a column."""
+    values = column(run, key)
+    known = np.isfinite(values)
+    return Curve(run.axes[axis][known], values[known])
 
 
 def keys_of(run: Run, key: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -15,14 +16,16 @@ import numpy as np
 import pytest
 
 from megazero.observe.report import runs as reading
-from megazero.observe.report.chart import BOTTOM, LEFT, RIGHT, TOP, Line, heat_map, line_chart, log_ticks, ticks
+from megazero.observe.report.curves import POINTS, chart_data, short_names
+from megazero.observe.report.heat_map import BOTTOM, LEFT, RIGHT, TOP, heat_map, ticks
+from megazero.observe.report.live import RELOAD_SECONDS, SHARE, LiveReport
 from megazero.observe.report.page import write_report
-from megazero.observe.report.runs import Curve, axis_values, curve, read_run, short, smooth, thin
+from megazero.observe.report.runs import Curve, Run, curve, read_run, short, smooth, thin
 from scripts.plot_metrics import dashes, plot, twins
 from tests.helpers.table import for_each
 
 ROOT = Path(__file__).parents[3]
-VOID = {"meta", "br", "hr", "link", "img"}
+VOID = {"meta", "br", "hr", "link", "img", "input"}
 
 
 def record(iteration: int, **changes: Any) -> dict[str, Any]:
@@ -73,6 +76,7 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.words: list[str] = []
         self.addresses: list[str] = []
+        self.comments: list[str] = []
         self.feed(text)
         self.close()
         assert self.open == []
@@ -89,7 +93,11 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.words.append(data)
+        if self.open[-1:] not in (["script"], ["style"]):
+            self.words.append(data)
+
+    def handle_comment(self, data: str) -> None:
+        self.comments.append(data)
 
     @property
     def text(self) -> str:
@@ -99,6 +107,17 @@ class Page(HTMLParser):
 def report_of(folder: Path) -> tuple[str, Page]:
     text = write_report(folder).read_text()
     return text, Page(text)
+
+
+def data_of(text: str) -> dict[str, Any]:
+    """Return the numbers of the curves of a page."""
+    (line,) = re.findall(r"^const DATA = (.*);$", text, re.MULTILINE)
+    return json.loads(line)
+
+
+def series_of(data: dict[str, Any], title: str) -> list[dict[str, Any]]:
+    (chart,) = (chart for chart in data["charts"] if chart["title"] == title)
+    return chart["series"]
 
 
 def test_a_report_says_what_the_folder_holds(tmp_path: Path) -> None:
@@ -128,7 +147,6 @@ def test_a_report_says_what_the_folder_holds(tmp_path: Path) -> None:
         "9.00 MB peak memory of rank 0",
         "1 iterations without an update",
         "Training loss by corpus",
-        "a<i>/text",
         "8 ranks: pp 2 x dp 2 x tp 2, ZeRO stage 2; optimizer states and gradients sharded over 2 data-parallel ranks",
         "stage 1 layers 3-5 4 5 6 7",
         "data-parallel and ZeRO 1.50 kB",
@@ -139,9 +157,31 @@ def test_a_report_says_what_the_folder_holds(tmp_path: Path) -> None:
         "After iteration 199 To be< or not&",
     ):
         assert words in page.text, words
-    assert page.addresses == [] and not re.search(r"https?:|url\(|<script|@import", text)
-    assert "prefers-color-scheme: dark" in text
+    assert "This page is final." in page.text and "reload" not in page.text
+    data = data_of(text)
+    assert [mark["text"] for mark in data["marks"]] == ["resumed after iteration 200"]
+    assert data["marks"][0]["at"] == {"iteration": 200, "tokens": 200 * 1024, "hours": 100 / 3600}
+    assert [one["label"] for one in series_of(data, "Training loss by corpus")] == ["a<i>/text", "b/text"]
+    assert "a<i>/text" not in text  # in the numbers, a "<" could end the script
     assert len(text) < 200_000
+
+
+def test_a_page_needs_no_network_and_has_the_licence(tmp_path: Path) -> None:
+    text, page = report_of(write_run(tmp_path / "run", [record(1)]))
+    assert page.addresses == [] and not re.search(r"url\(|@import|\bimport\(|fetch\(|XMLHttpRequest", text)
+    assert re.findall(r"https?:[^\s*]*", text) == ["https://github.com/leeoniya/uPlot"]  # in a comment of the library
+    assert any("Permission is hereby granted" in comment for comment in page.comments)
+
+
+def test_the_vendored_library_is_the_published_one() -> None:
+    """The archive's checksum is in the folder's README; these are those of its files."""
+    folder = ROOT / "megazero" / "observe" / "report" / "uplot"
+    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in folder.iterdir()}
+    assert sums.pop("README.md") and sums == {
+        "LICENSE": "8f989229699b4fe2",
+        "uPlot.iife.min.js": "19c8d4c6ad88929a",
+        "uPlot.min.css": "df630c6a8d6f8eea",
+    }
 
 
 @pytest.mark.second
@@ -159,11 +199,89 @@ def test_an_event_may_lack_keys(event: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.second
-def test_a_report_of_many_iterations_is_small(tmp_path: Path) -> None:
+def test_a_report_of_many_iterations_is_small_and_keeps_spikes(tmp_path: Path) -> None:
+    """A point of 10,000 iterations has five of them: their mean, and the least and the greatest."""
     draw = random.Random(0)
-    records = [record(i, loss=draw.random(), grad_norm=draw.random(), lr=draw.random()) for i in range(1, 5001)]
+    records = [record(i, loss=draw.random(), grad_norm=draw.random()) for i in range(1, 10_001)]
+    records[4321]["loss"] = 50.0
+    records[77]["loss"] = None
     text, _ = report_of(write_run(tmp_path / "run", records))
-    assert len(text) < 150_000
+    assert len(text) < 300_000
+    data = data_of(text)
+    (loss,), (lr,) = series_of(data, "Loss"), series_of(data, "Learning rate")
+    assert len(loss["y"]) == len(loss["low"]) == POINTS and loss["high"][864] == 50.0
+    five = [each["loss"] for each in records[4320:4325]]
+    assert loss["y"][864] == pytest.approx(sum(five) / 5, rel=1e-5)
+    assert loss["y"][15] == pytest.approx(sum(each["loss"] or 0 for each in records[75:80]) / 4, rel=1e-5)
+    assert "low" not in lr and lr["grid"] == loss["grid"]
+    grid = data["grids"][0][loss["grid"]]
+    assert grid["iteration"] == list(range(5, 10_001, 5)) and grid["tokens"][-1] == 10_000 * 1024
+
+
+def test_curves_have_the_places_of_their_values() -> None:
+    """A loss that is missing, a validation every third iteration, a value that never changes, and names of layers."""
+    records = [record(i, loss_scale=1.0, moe_load={"0": 1.0, "2": i / 2}) for i in range(1, 7)]
+    records[1]["loss"] = None
+    for each in records[2::3]:
+        each["validation_loss"] = 2.0
+    data = chart_data([Run("a", tuple(records))], ["a"])
+    training, validation = series_of(data, "Loss")
+    grids = data["grids"][0]
+    assert grids[training["grid"]]["iteration"] == [1, 3, 4, 5, 6] and training["y"][1] == pytest.approx(
+        8 / 3, rel=1e-5
+    )
+    assert grids[validation["grid"]]["iteration"] == [3, 6] and validation["points"] and validation["y"] == [2, 2]
+    assert series_of(data, "Load of the busiest expert; 1 is balanced")[0]["y"] == [1, 1, 1.5, 2, 2.5, 3]
+    assert "Loss scale" not in [chart["title"] for chart in data["charts"]] and len(grids) == 3
+
+
+# -- while the run trains
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_page_of_a_run_that_trains_is_rewritten_by_one_process_at_a_time(tmp_path: Path) -> None:
+    """After half a minute, and later not before 50 times the time that the last one took."""
+    folder, clock = write_run(tmp_path / "run", [record(1)], [START]), Clock()
+    live = LiveReport(folder, clock)
+    live.write({})
+    clock.now = RELOAD_SECONDS - 1
+    live.write({})
+    assert live.process is None
+    clock.now += 1
+    live.write({})
+    first = live.process
+    live.write({})
+    assert first is not None and live.process is first
+    assert first.wait() == 0
+    text = (folder / "report.html").read_text()
+    assert f"reload every {RELOAD_SECONDS} s" in Page(text).text and data_of(text)["live"] == RELOAD_SECONDS
+    clock.now += 10
+    live.write({})
+    assert live.process is None and live.due == clock.now + 10 * SHARE
+    clock.now = live.due
+    live.write({})
+    assert (second := live.process) is not None
+    live.close()
+    assert second.returncode is not None and sorted(path.name for path in folder.iterdir()) == [
+        *("events.jsonl", "metrics.jsonl", "report.html"),
+    ]
+
+
+@pytest.mark.second
+def test_a_page_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    folder, clock = write_run(tmp_path / "run", []), Clock()
+    live = LiveReport(folder, clock)
+    clock.now = RELOAD_SECONDS
+    live.write({})
+    assert live.process is not None and live.process.wait() == 1
+    with pytest.raises(RuntimeError, match="has no iteration yet"):
+        live.write({})
 
 
 @pytest.mark.second
@@ -177,8 +295,8 @@ def test_a_long_file_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyP
     part = read_run(folder)
     assert (part.stride, len(part.records)) == (3, 102) and list(curve(part, "validation_loss").x) == [100]
     for axis in ("iteration", "tokens", "hours"):
-        assert axis_values(part, axis)[-1] == pytest.approx(axis_values(whole, axis)[-1], rel=1e-12)
-    assert axis_values(whole, "tokens")[-1] == 300 * 1024 and axis_values(whole, "hours")[-1] == 150 / 3600
+        assert part.axes[axis][-1] == pytest.approx(whole.axes[axis][-1], rel=1e-12)
+    assert whole.axes["tokens"][-1] == 300 * 1024 and whole.axes["hours"][-1] == 150 / 3600
 
 
 # -- curves
@@ -220,32 +338,13 @@ def test_ticks_are_round_and_within(low: float, high: float) -> None:
 
 
 @pytest.mark.second
-def test_log_ticks() -> None:
-    assert log_ticks(0.5, 2000) == [1.0, 10.0, 100.0, 1000.0]
-    assert log_ticks(2.6, 14) == pytest.approx([3, 4, 5, 6, 8, 10]) and log_ticks(0.9, 11) == [1, 2, 5, 10]
-
-
-@pytest.mark.second
 def test_short() -> None:
     assert [short(v) for v in (0, 0.25, 999, 1500, -2e6, 3e9)] == ["0", "0.25", "999", "1.5 k", "-2 M", "3 G"]
 
 
 @pytest.mark.second
-@for_each("y", [[3.0], [3.0, 3.0], [0.0, 0.0], [-1.0, 4.0], [1e-30, 1e30]])
-@for_each("options", [{}, {"log": True}, {"from_zero": True}])
-def test_a_chart_is_within_its_frame(y: list[float], options: dict[str, bool]) -> None:
-    chart = line_chart([Line("a", Curve(np.arange(len(y)) + 1.0, np.array(y)), 0)], "t", **options)
-    assert chart is not None
-    ((_, points),) = chart.lines
-    assert len(points) == len(y) and chart.x_ticks and chart.y_ticks
-    for a, b in points:
-        assert LEFT <= a <= RIGHT and (TOP <= b <= BOTTOM or (min(y) < 0 and "from_zero" in options)), (a, b)
-    assert all(TOP <= place <= BOTTOM for place, _ in chart.y_ticks)
-
-
-@pytest.mark.second
-def test_a_chart_without_points_is_left_out() -> None:
-    assert line_chart([Line("a", Curve(np.array([]), np.array([])), 0)], "t") is None
+def test_common_folders_are_left_out_of_names() -> None:
+    assert short_names(["d/a/text", "d/b/text"]) == ["a/text", "b/text"] and short_names(["x/y"]) == ["y"]
 
 
 # -- heat maps of experts
@@ -305,7 +404,7 @@ def test_a_large_heat_map_keeps_the_largest_of_what_it_joins(tmp_path: Path) -> 
     over, last = cells(text)
     (peak,) = [cell for cell in over if cell[0] == 8]
     assert peak[1] <= LEFT + 1234 / 5000 * (RIGHT - LEFT) <= peak[2] and peak[3] > BOTTOM - 5
-    assert {cell[0] for cell in last} == {3} and len(text) < 200_000
+    assert {cell[0] for cell in last} == {3} and len(text) < 300_000
     draw = random.Random(0)
     worst = np.array([[draw.choice([0.0, 1.0, 9.0]) for _ in range(4000)] for _ in range(200)])
     drawn = heat_map("t", "x", layers * 3, worst, (0, 3999))
