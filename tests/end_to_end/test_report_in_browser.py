@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megazero.observe.report.comparison import comparison
 from megazero.observe.report.page import write_report
 from tests.helpers.browser import CHROMIUM, Browser
 
@@ -127,6 +128,25 @@ def test_axes_and_units(page: Browser) -> None:
     page.run(NEXT_FRAME)
     assert page.run("plots.has('Loss')") is False and page.run("plots.has('Learning rate')")
     assert page.run("getComputedStyle($('chart0'), '::after').content") == '"unknown in this unit"'
+
+
+def test_runs_of_a_comparison_are_hidden_and_shown(browser: Browser, folder: Path, tmp_path: Path) -> None:
+    """The button of a run hides it in all charts, a name of the legend its line."""
+    path = tmp_path / "comparison.html"
+    path.write_text(comparison([folder, folder]))
+    browser.open("about:blank")
+    browser.open(path.as_uri())
+    shown = "plots.get('Loss').series.filter((one) => one.line && one.show).map((one) => one.label)"
+    names = [f"a run ({number}): {line}" for number in (1, 2) for line in ("training", "validation")]
+    assert browser.run(shown) == names
+    press(browser, "[data-run='a run (1)']")
+    browser.run(NEXT_FRAME)
+    assert browser.run(shown) == names[2:] and browser.run(shown.replace("Loss", "Learning rate")) == ["a run (2)"]
+    press(browser, "[data-run='a run (1)']")
+    browser.run(NEXT_FRAME)
+    browser.run("plots.get('Loss').root.querySelectorAll('.u-legend .u-series:not(.helper) th')[1].click()")
+    browser.run(NEXT_FRAME)
+    assert browser.run(shown) == names[1:] and browser.faults == []
 
 
 def test_the_page_reloads_until_the_run_has_ended(browser: Browser, folder: Path) -> None:

@@ -91,7 +91,7 @@ def page(run: Run, live: int = 0) -> str:
         given=[f"--{name.replace('_', '-')}" for name in start.get("given", ())],
         options=_options(start.get("config", {})),
         command=shlex.join(start.get("command", ())),
-        environment=[(name, _shown(value)) for name, value in start.get("environment", {}).items()],
+        environment=[(name, option_text(value)) for name, value in start.get("environment", {}).items()],
         events=run.events if len(run.events) > 1 else [],
     )
 
@@ -260,12 +260,13 @@ def _options(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
     if data.get("tokenizer") == "" and (data.get("data_path") or data.get("data_args_path")):
         data["tokenizer"] = "of the corpus"
     return {
-        title: [(f"--{name.replace('_', '-')}", _shown(value)) for name, value in group.items()]
+        title: [(f"--{name.replace('_', '-')}", option_text(value)) for name, value in group.items()]
         for title, group in groups.items()
     }
 
 
-def _shown(value: Any) -> str:
+def option_text(value: Any) -> str:
+    """Format the value of an option."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, int):

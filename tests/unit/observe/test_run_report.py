@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import random
 import re
 import subprocess
 import sys
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ import numpy as np
 import pytest
 
 from megazero.observe.report import runs as reading
+from megazero.observe.report.comparison import comparison
 from megazero.observe.report.curves import POINTS, chart_data, short_names
 from megazero.observe.report.heat_map import BOTTOM, LEFT, RIGHT, TOP, heat_map, ticks
 from megazero.observe.report.live import RELOAD_SECONDS, SHARE, LiveReport
 from megazero.observe.report.page import write_report
+from megazero.observe.report.report_command import PageServer
 from megazero.observe.report.runs import Curve, Run, curve, read_run, short, smooth, thin
 from scripts.plot_metrics import dashes, plot, twins
 from tests.helpers.table import for_each
@@ -297,6 +301,73 @@ def test_a_long_file_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for axis in ("iteration", "tokens", "hours"):
         assert part.axes[axis][-1] == pytest.approx(whole.axes[axis][-1], rel=1e-12)
     assert whole.axes["tokens"][-1] == 300 * 1024 and whole.axes["hours"][-1] == 150 / 3600
+
+
+# -- several runs
+
+
+def three_runs(folder: Path) -> list[Path]:
+    """Two runs of one name, one of which is older and has config.toml alone, and one that has not ended."""
+    end = {"event": "end", "time": "2026-11-22 10:00:00 UTC", "iteration": 3, "why": "done"}
+    other = START | {"config": START["config"] | {"zero": {"zero_stage": 3}, "log": {"log_dir": "elsewhere"}}}
+    records = [record(i) for i in range(1, 4)]
+    (folder / "x").mkdir(parents=True)
+    found = [
+        write_run(folder / "a", records, [START, end]),
+        write_run(folder / "x" / "a", [each | {"loss": 2.0} for each in records]),
+        write_run(folder / "b", [*records, record(4, validation_loss=1.5)], [other]),
+    ]
+    (found[1] / "config.toml").write_text('num-layers = 6\nzero-stage = 1\ndata-path = ["corpus"]\n')
+    return found
+
+
+def test_a_comparison_has_the_curves_the_numbers_and_the_options_that_differ(tmp_path: Path) -> None:
+    text = comparison(three_runs(tmp_path))
+    page, data = Page(text), data_of(text)
+    assert data["runs"] == ["a (1)", "a (2)", "b"]
+    assert [(one["run"], one["label"], one["y"][-1]) for one in series_of(data, "Loss")] == [
+        *((0, "training", 2.66667), (1, "training", 2), (2, "training", 2), (2, "validation", 1.5)),
+    ]
+    for words in (
+        "1 of 3 runs have ended.",
+        "training loss, mean of the last hundredth 2.6667 2.0000 2.0000",
+        "validation loss - - 1.5000",
+        "--zero-stage 2 1 3",
+        "--hidden-size 48 - 48",
+        "parameters 4.00 MB 4.00 MB 4.00 MB",
+    ):
+        assert words in page.text, words
+    assert "--num-layers" not in page.text and "--log-dir" not in page.text and "--data-path corpus" not in page.text
+
+
+def test_a_served_page_is_made_again_when_metrics_grow(tmp_path: Path) -> None:
+    """Not for other paths, nor under another name of the address; and a run without an iteration has a sentence."""
+    folder = write_run(tmp_path / "run", [])
+    server = PageServer([folder], 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+
+    def get(path: str = "/", host: str = "localhost") -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+        connection.request("GET", path, headers={"Host": f"{host}:80"})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    try:
+        status, text = get()
+        assert status == 503 and "has no iteration yet" in text
+        for number in (1, 2):
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(record(number)) + "\n")
+            server.due = 0.0
+            status, text = get()
+            assert status == 200 and data_of(text)["grids"][0][0]["iteration"] == list(range(1, number + 1))
+        made = server.page
+        assert get()[1] == made and get("/etc/passwd")[0] == get(host="evil.example")[0] == 404
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 # -- curves
