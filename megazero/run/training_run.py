@@ -84,7 +84,8 @@ class TrainingRun:
                     self.checkpoints.save(progress, last=True)  # the weights of the last good update
                     raise
                 self.watchdog.doing = f"the end of iteration {progress.iteration}"
-                in_stage = {"stage": stage.number} if config.data.data_stages else {}
+                tokens = stage.consumed_tokens(progress.consumed_samples, config.model.seq_length)
+                in_stage = {"consumed_tokens": tokens} | ({"stage": stage.number} if config.data.data_stages else {})
                 writers.write(record | in_stage | events.first_step(progress.iteration))
                 self._check_alive()
                 if trainer.due(config.monitor.check_replicas_interval):

@@ -59,8 +59,10 @@ class Run:
         # above 1 where records were left out
         between = np.diff(iterations, prepend=max(0.0, iterations[0] - self.stride))
         seconds = np.array([record.get("step_seconds") or 0.0 for record in self.records])
-        rates = np.array([record.get("tokens_per_second") or 0.0 for record in self.records])
-        tokens = np.cumsum(np.round(seconds * rates) * between)
+        tokens = np.array([record.get("consumed_tokens", np.nan) for record in self.records])
+        if np.isnan(tokens).any():  # an older version's
+            rates = np.array([record.get("tokens_per_second") or 0.0 for record in self.records])
+            tokens = np.cumsum(np.round(seconds * rates) * between)
         return {"iteration": iterations, "tokens": tokens, "hours": np.cumsum(seconds * between) / 3600}
 
 

@@ -39,6 +39,7 @@ def record(iteration: int, **changes: Any) -> Record:
     found: Record = {
         "iteration": iteration,
         "consumed_samples": 8 * iteration,
+        "consumed_tokens": 8000 * iteration,
         "loss": 4.5,
         "grad_norm": 1.25,
         "lr": 3e-4,
