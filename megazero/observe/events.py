@@ -41,14 +41,23 @@ GIT_SECONDS = 2.0
 class RunEvents:
     """Records the start and the end of a run in its log folder, and writes its report."""
 
-    def __init__(self, command: Command | None, config: Config, mesh: Mesh, clock: StartClock | None = None) -> None:
+    def __init__(
+        self,
+        command: Command | None,
+        config: Config,
+        mesh: Mesh,
+        clock: StartClock | None = None,
+        text: Record | None = None,
+    ) -> None:
         """Prepare to write, on rank 0 of a run with --log-dir; elsewhere, do nothing.
 
         Args:
             command: the command line; None: there was none.
             config: resolved.
             clock: of this start; None: it begins here.
+            text: facts of the corpus's text.
         """
+        self.text = text or {}
         self.command, self.config, self.mesh, self.clock = command, config, mesh, clock or StartClock()
         self.folder = Path(config.log.log_dir) if config.log.log_dir and mesh.rank == 0 else None
         self.started: int | None = None  # after which iteration; None: there was nothing to do
@@ -63,6 +72,7 @@ class RunEvents:
             "parameters": num_parameters(declare(self.config.model)),
             "active_parameters": active_parameters(declare(self.config.model)),
             "environment": software(self.mesh),
+            **self.text,
         }
 
     def start(self, iteration: int, lost: Lost, stage: int = 0) -> None:

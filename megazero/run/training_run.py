@@ -61,7 +61,8 @@ class TrainingRun:
         progress, last, stage = trainer.progress, config.training.train_iters, self.checkpoints.stage
         self.describe(load)
         self.clock.mark("checkpoint")
-        events, stop = RunEvents(self.command, config, self.mesh, self.clock), None
+        text = {"bytes_per_token": trainer.bytes_per_token} if trainer.bytes_per_token else {}
+        events, stop = RunEvents(self.command, config, self.mesh, clock=self.clock, text=text), None
         writers = self._open_writers(events)
         if self.exports is not None:
             self.exports.resume(progress)

@@ -124,10 +124,14 @@ def test_axes_and_units(page: Browser) -> None:
     assert linear[:2] == iterations[:2] and linear[3] < iterations[3]
     press(page, "[data-unit=perplexity]")
     assert scale(page)[3] == pytest.approx(math.exp(8), rel=0.2)
+    assert page.run("UNITS.bits(3 * Math.LN2, 4)") == pytest.approx(0.75)  # 3 bits for 4 bytes
     press(page, "[data-unit=bits]")
     page.run(NEXT_FRAME)
     assert page.run("plots.has('Loss')") is False and page.run("plots.has('Learning rate')")
-    assert page.run("getComputedStyle($('chart0'), '::after').content") == '"unknown in this unit"'
+    assert (
+        page.run("getComputedStyle($('chart0'), '::after').content")
+        == '"unknown: no tokenizer of the corpus was found"'
+    )
 
 
 def test_runs_of_a_comparison_are_hidden_and_shown(browser: Browser, folder: Path, tmp_path: Path) -> None:

@@ -141,6 +141,9 @@ def cards(run: Run) -> list[tuple[str, str]]:
         found.append(("validation loss", f"{validation.y[-1]:.4f}"))
         if validation.y[-1] < MAX_SHOWN_LOSS:
             found.append(("validation perplexity", f"{math.exp(validation.y[-1]):,.2f}"))
+        if "bytes_per_token" in run.start:
+            bits = validation.y[-1] / math.log(2) / run.start["bytes_per_token"]
+            found.append(("validation, bits per byte", f"{bits:.4f}"))
         best = int(validation.y.argmin())
         if best < len(validation.y) - 1:
             found.append(("its least", f"{validation.y[best]:.4f} at iteration {validation.x[best]:,.0f}"))

@@ -69,6 +69,7 @@ START = {
     "given": ["hidden_size"],
     "layout": {"pp": 2, "dp": 2, "tp": 2, "shards": 0, "chunks": 1, "split": [], "v_shaped": False},
     "environment": {"torch": "2.13.0"},
+    "bytes_per_token": 4.0,
 }
 
 
@@ -143,6 +144,7 @@ def test_a_report_says_what_the_folder_holds(tmp_path: Path) -> None:
         "resumed once 2026-11-22 09:00:00 UTC; ended 2026-11-22 10:00:00 UTC: all iterations are done",
         "1.5000 validation loss",
         "4.48 validation perplexity",
+        "0.5410 validation, bits per byte",
         "1.56 B parameters",
         "2:30 training time",
         "--tokenizer of the corpus",
@@ -163,6 +165,7 @@ def test_a_report_says_what_the_folder_holds(tmp_path: Path) -> None:
         assert words in page.text, words
     assert "This page is final." in page.text and "reload" not in page.text
     data = data_of(text)
+    assert data["bytes"] == [4.0]
     assert [mark["text"] for mark in data["marks"]] == ["resumed after iteration 200"]
     assert data["marks"][0]["at"] == {"iteration": 200, "tokens": 200 * 1024, "hours": 100 / 3600}
     assert [one["label"] for one in series_of(data, "Training loss by corpus")] == ["a<i>/text", "b/text"]
