@@ -1,4 +1,9 @@
-"""A page in Debian's Chromium, driven by the DevTools protocol over a pipe: no port, no driver, no package."""
+"""A page in Debian's Chromium, driven by the DevTools protocol over a pipe: no port, no driver, no package.
+
+    python -m tests.helpers.browser runs/a/report.html docs/pictures/report.png
+
+writes a picture of a page.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,8 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -104,3 +111,9 @@ class Browser:
             elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
                 found.append(str(params["entry"]))
         return found
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder, Browser(Path(folder), height=1040) as shown:
+        shown.open(Path(sys.argv[1]).resolve().as_uri())
+        shown.picture(Path(sys.argv[2]))

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from megazero.engine.plan.layout.topology import Layout
 from megazero.files import replace_file
-from megazero.observe.progress_line import Record
+from megazero.observe.progress_line import RECENT, Record
 from megazero.observe.report.curves import chart_data, start_text
 from megazero.observe.report.heat_map import MOST_COLUMNS, HeatMap, heat_map
 from megazero.observe.report.lost_time import KEPT, spent
@@ -128,7 +128,12 @@ def cards(run: Run) -> list[tuple[str, str]]:
     """Return the numbers at the top of the page: names and values."""
     tokens, hours = run.axes["tokens"], run.axes["hours"]
     loss, validation, peak = curve(run, "loss"), curve(run, "validation_loss"), curve(run, "memory_bytes/peak").y
-    found = [("iterations", f"{run.records[-1]['iteration']:,}")]
+    done: int = run.records[-1]["iteration"]
+    left = run.start.get("config", {}).get("training", {}).get("train_iters", done) - done
+    found = [("iterations", f"{done:,} of {done + left:,}" if left > 0 else f"{done:,}")]
+    if left > 0 and not run.ended:
+        steps = [record.get("step_seconds") or 0.0 for record in run.records[-RECENT:]]
+        found.append(("time left, without evaluation and saving", duration(left * sum(steps) / len(steps))))
     if "parameters" in run.start:
         whole: int = run.start["parameters"]
         active: int = run.start.get("active_parameters", whole)

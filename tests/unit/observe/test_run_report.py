@@ -281,6 +281,17 @@ def test_the_page_of_a_run_that_trains_is_rewritten_by_one_process_at_a_time(tmp
 
 
 @pytest.mark.second
+def test_the_time_left_is_shown_while_the_run_trains(tmp_path: Path) -> None:
+    start = START | {"config": START["config"] | {"training": {"train_iters": 1000}}}
+    folder = write_run(tmp_path / "run", [record(i) for i in range(1, 101)], [start])
+    assert "100 of 1,000 iterations 7:30 time left" in report_of(folder)[1].text
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"event": "end", "time": "t", "why": "the stop file"}\n')
+    text = report_of(folder)[1].text
+    assert "100 of 1,000 iterations" in text and "time left" not in text
+
+
+@pytest.mark.second
 def test_a_page_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     folder, clock = write_run(tmp_path / "run", []), Clock()
     live = LiveReport(folder, clock)
