@@ -34,6 +34,7 @@ class Chart(NamedTuple):
         zero: y begins at 0.
         loss: in nats per token; the page also shows it as perplexity or bits per byte.
         varying: left out while all values are equal.
+        exact: not smoothed.
     """
 
     title: str
@@ -43,6 +44,7 @@ class Chart(NamedTuple):
     zero: bool = False
     loss: bool = False
     varying: bool = False
+    exact: bool = False
 
 
 CHARTS = (
@@ -60,7 +62,7 @@ CHARTS = (
     Chart("Training loss by corpus", by="loss_by_corpus", log=True, loss=True),
     Chart("Validation loss by corpus", by="validation_loss_by_corpus", log=True, loss=True),
     Chart("Gradient norm, before clipping", (Line("", "grad_norm"),), log=True),
-    Chart("Learning rate", (Line("", "lr"),), zero=True),
+    Chart("Learning rate", (Line("", "lr"),), zero=True, exact=True),
     Chart("Throughput, tokens/s", (Line("", "tokens_per_second"),), zero=True),
     Chart("Peak memory of rank 0, bytes", (Line("", "memory_bytes/peak"),), zero=True, varying=True),
     Chart("Load of the busiest expert; 1 is balanced", (Line("", "moe_load"),), zero=True),
@@ -71,7 +73,7 @@ CHARTS = (
         (Line("auxiliary loss", "moe_aux_loss"), Line("z-loss", "moe_z_loss")),
         zero=True,
     ),
-    Chart("Loss scale", (Line("", "loss_scale"),), log=True, varying=True),
+    Chart("Loss scale", (Line("", "loss_scale"),), log=True, varying=True, exact=True),
 )
 
 
@@ -91,7 +93,7 @@ def chart_data(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
             if (found := each.series(line.key, chart.varying)) is not None
         ]
         if series:
-            options = {name: getattr(chart, name) for name in ("title", "log", "zero", "loss")}
+            options = {name: getattr(chart, name) for name in ("title", "log", "zero", "loss", "exact")}
             charts.append(options | {"series": series})
     marks = [{"run": number, **mark} for number, run in enumerate(runs) for mark in _marks(run)]
     bytes_per_token = [run.start.get("bytes_per_token") for run in runs]

@@ -111,7 +111,7 @@ function lines(chart) {
     const table = [x];
     const add = (values, more) => series.push({ spanGaps: true, ...style, ...more }) && table.push(shown(values));
     const window = Math.round((SMOOTH[state.smooth] * longest * x.length) / Math.max(1, grid.iteration.at(-1)));
-    const smooth = !one.points && window > 1;
+    const smooth = !one.points && !chart.exact && window > 1;
     const hidden = { class: "helper", points: { show: false }, width: 0, stroke: "transparent" };
     if (one.low && style.show) {
       add(one.low, hidden);
@@ -162,6 +162,7 @@ function drawMarks(u) {
   ctx.textBaseline = "top";
   for (const mark of DATA.marks) {
     const x = u.valToPos(mark.at[state.x], "x", true);
+    if (several) ctx.strokeStyle = css(`--c${mark.run % COLORS}`);
     if (x < bbox.left || x > bbox.left + bbox.width || state.off.has("run:" + DATA.runs[mark.run])) continue;
     ctx.beginPath();
     ctx.moveTo(x, bbox.top);
@@ -191,13 +192,14 @@ function options(chart, log, found, place) {
       x: { time: false, range: (u, low, high) => state.zoom || (low === high ? [low - 0.5, high + 0.5] : [low, high]) },
       y: { distr: log ? 3 : 1, range: yRange(chart, log) },
     },
-    series: [{ label: X[state.x], value: (u, x) => (x == null ? "last" : short(+x.toPrecision(8))) }, ...found.series],
+    series: [{ label: X[state.x], value: (u, x) => (x == null ? "last" : short(+x.toPrecision(8)).replace("G", "B")) }, ...found.series],
     bands: found.bands,
     axes: [
-      { ...axis, values: (u, at) => at.map(short), size: 34 },
+      { ...axis, values: (u, at) => at.map((x) => short(x).replace("G", "B")), size: 34 },
       { ...axis, values: (u, at) => at.map(short), size: 64, ...(log ? { splits: (u, i, low, high) => logTicks(low, high), filter: (u, at) => at } : {}) },
     ],
     cursor: {
+      y: false,
       drag: { x: true, y: true, uni: 30, setScale: false },
       sync: { key: "page", filters: { pub: moves, sub: moves } },
       dataIdx: (u, at, index) => (at ? nearest(u, at, index) : index),
