@@ -206,7 +206,7 @@ function options(chart, log, found, place) {
       bind: { dblclick: () => () => void reset() },
     },
     hooks: {
-      drawClear: [drawMarks],
+      draw: [drawMarks],
       setSelect: [(u) => selected(u, chart)],
       setSeries: [(u, at, opts) => opts.show != null && toggled(u)],
     },
