@@ -28,6 +28,7 @@ from megazero.engine.plan.layout.layers import active_parameters, num_parameters
 from megazero.flags.cli import Command
 from megazero.log import log
 from megazero.observe.progress_line import Record
+from megazero.observe.report.live import RELOAD_SECONDS
 from megazero.observe.report.lost_time import goodput_line
 from megazero.observe.report.runs import EVENTS, read_events, read_run
 from megazero.observe.start_clock import Lost, StartClock
@@ -118,13 +119,13 @@ class RunEvents:
         self._add(_event("end", iteration) | {"why": why} | pauses)
         if iteration == self.started:
             return
-        from megazero.observe.report.page import write_report
+        from megazero.observe.report.page import write_report  # imports jinja2
 
         try:
             if line := goodput_line(read_run(self.folder)):
                 log.info(f"goodput   {line}")
             if self.config.log.report:
-                log.info(f"report    {write_report(self.folder)}")
+                log.info(f"report    {write_report(self.folder, RELOAD_SECONDS)}")
         except Exception as error:
             log.warning(f"no report.html: {type(error).__name__}: {error}")
 

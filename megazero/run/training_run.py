@@ -13,6 +13,7 @@ from megazero.log import log
 from megazero.observe.events import RunEvents
 from megazero.observe.loggers import Writers, open_writers
 from megazero.observe.memory_report import device_in_use
+from megazero.observe.report.runs import DONE
 from megazero.observe.start_clock import StartClock
 from megazero.run.checkpoints import CheckpointLoader
 from megazero.run.evaluation import Evaluation, Stopped, evaluation_line
@@ -122,7 +123,7 @@ class TrainingRun:
             agent_notes.leave(agent_notes.STOPPED, stop.name)
             kept = self.checkpoints.saved_at == progress.iteration
             log.info(stopped_words(progress.iteration, stop.why, config.checkpoint if kept else None))
-        why = stop.why if stop else "done" if progress.iteration >= last else "--exit-interval"
+        why = stop.why if stop else DONE if progress.iteration >= last else "--exit-interval"
         if self.goes_on:
             why = f"the end of stage {stage.number}"
         events.end(progress.iteration, why, trainer.pauses.take())

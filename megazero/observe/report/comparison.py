@@ -21,7 +21,7 @@ def comparison(folders: Sequence[Path], live: int = 0) -> str:
     """Return the page of several --log-dir folders.
 
     Args:
-        live: seconds after which the page reloads itself until all runs have ended; 0: never.
+        live: seconds after which the page reloads itself until all runs are done; 0: never.
 
     Raises:
         ValueError: a folder holds no iteration.

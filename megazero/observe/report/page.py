@@ -60,7 +60,7 @@ def write_report(folder: Path, live: int = 0) -> Path:
     """Write report.html of a --log-dir folder into it.
 
     Args:
-        live: seconds after which the page reloads itself, while the run has not recorded its end; 0: never.
+        live: seconds after which the page reloads itself until the run is done; 0: never.
 
     Raises:
         ValueError: the folder holds no iteration.
@@ -107,16 +107,15 @@ def render(runs: Sequence[Run], names: Sequence[str], live: int, **sections: Any
     jinja = jinja2.Environment(
         loader=jinja2.FileSystemLoader(here), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    ended = all(run.ended for run in runs)
-    data = chart_data(runs, names) | {"live": 0 if ended else live, "written": int(time.time())}
+    ended, done = all(run.ended for run in runs), all(run.done for run in runs)
+    data = chart_data(runs, names) | {"live": 0 if done else live, "ended": ended, "written": int(time.time())}
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return jinja.get_template("report.html.jinja").render(
         sections,
         data=data,
         json=Markup(text),
         files={name: Markup((here / name).read_text()) for name in SCRIPTS},
-        live=data["live"],
-        ended=ended,
+        done=done,
         read=" ".join(f"One of {run.stride} iterations of {run.name} was read." for run in runs if run.stride > 1),
     )
 

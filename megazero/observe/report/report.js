@@ -284,7 +284,7 @@ if (DATA.live) {
   setInterval(() => {
     const age = Math.round(Date.now() / 1000 - DATA.written);
     const ago = age < 120 ? `${age} s` : age < 7200 ? `${Math.round(age / 60)} minutes` : `${Math.round(age / 3600)} hours`;
-    $("age").textContent = `${ago} ago` + (age > 20 * DATA.live ? ": the run may have been killed" : "");
+    $("age").textContent = `${ago} ago` + (age > 20 * DATA.live && !DATA.ended ? ": the run may have been killed" : "");
     const busy = document.hidden || document.querySelector(".uplot:hover, :active") || !$("refresh").checked;
     if (!busy && Date.now() - opened > 1000 * DATA.live) location.reload();
   }, 1000);

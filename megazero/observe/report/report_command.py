@@ -110,7 +110,7 @@ class PageHandler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # A page of another site whose name leads to this address has that name here.
-        if self.path != "/" or self.headers.get("Host", "").rpartition(":")[0] not in HOST_NAMES:
+        if self.path != "/" or self.headers.get("Host", "").split(":")[0] not in HOST_NAMES:
             self.send_error(404)
             return
         try:

@@ -17,6 +17,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 XAxis = Literal["iteration", "tokens", "hours"]
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+DONE = "done"  # why a run ended with its last iteration
 MAX_BYTES = 64 << 20  # of metrics.jsonl; of a longer file, every n-th iteration is read
 # keys of iterations that are read in any case
 ALWAYS_READ = b'"validation_loss"', b'"samples"', b'"pause_seconds"', b'"moe_choices"'
@@ -51,6 +52,11 @@ class Run:
     def ended(self) -> bool:
         """The run has recorded its end."""
         return bool(self.events) and self.events[-1].get("event") == "end"
+
+    @property
+    def done(self) -> bool:
+        """It has ended with its last iteration. Others may be resumed."""
+        return self.ended and self.events[-1].get("why") == DONE
 
     @functools.cached_property
     def axes(self) -> dict[XAxis, Array]:

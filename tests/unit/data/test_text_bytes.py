@@ -46,6 +46,7 @@ def test_a_byte_is_a_byte_and_an_end_has_none(tmp_path: Path) -> None:
     )  # a cut character has at most 4 of 700 bytes
 
 
+@pytest.mark.second
 def test_text_of_longer_tokens_and_of_the_training_split(tmp_path: Path) -> None:
     """Nine tokens of two bytes to an end; no validation split. Without any text there is no number."""
     tokenizer = Pairs()

@@ -134,14 +134,14 @@ def test_a_report_says_what_the_folder_holds(tmp_path: Path) -> None:
     records[299] |= {"validation_loss": 1.5}
     records[198] |= {"samples": [{"prompt": "To be<", "text": " or not&"}]}
     again = START | {"iteration": 200, "time": "2026-11-22 09:00:00 UTC"}
-    end = {"event": "end", "time": "2026-11-22 10:00:00 UTC", "iteration": 300, "why": "all iterations are done"}
+    end = {"event": "end", "time": "2026-11-22 10:00:00 UTC", "iteration": 300, "why": "done"}
     folder = write_run(tmp_path / "a<script>", records, [START, again, end])
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 301, "lo')
     text, page = report_of(folder)
     for words in (
         "a<script>",
-        "resumed once 2026-11-22 09:00:00 UTC; ended 2026-11-22 10:00:00 UTC: all iterations are done",
+        "resumed once 2026-11-22 09:00:00 UTC; ended 2026-11-22 10:00:00 UTC: done",
         "1.5000 validation loss",
         "4.48 validation perplexity",
         "0.5410 validation, bits per byte",
@@ -287,8 +287,9 @@ def test_the_time_left_is_shown_while_the_run_trains(tmp_path: Path) -> None:
     assert "100 of 1,000 iterations 7:30 time left" in report_of(folder)[1].text
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"event": "end", "time": "t", "why": "the stop file"}\n')
-    text = report_of(folder)[1].text
+    text = Page(write_report(folder, live=7).read_text()).text
     assert "100 of 1,000 iterations" in text and "time left" not in text
+    assert "Stopped. Written just now . reload every 7 s" in text  # because it may be resumed
 
 
 @pytest.mark.second
@@ -354,6 +355,7 @@ def test_a_comparison_has_the_curves_the_numbers_and_the_options_that_differ(tmp
     assert "--num-layers" not in page.text and "--log-dir" not in page.text and "--data-path corpus" not in page.text
 
 
+@pytest.mark.second
 def test_a_served_page_is_made_again_when_metrics_grow(tmp_path: Path) -> None:
     """Not for other paths, nor under another name of the address; and a run without an iteration has a sentence."""
     folder = write_run(tmp_path / "run", [])
