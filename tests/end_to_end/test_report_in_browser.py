@@ -18,10 +18,14 @@ pytestmark = [
     pytest.mark.second,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: apt-get install chromium"),
 ]
-ITERATIONS, LENGTH = 5000, 128
+ITERATIONS, LENGTH, SPIKE = 5000, 128, 2630
 # pixels of a chart's canvas that are not transparent
 DRAWN = """(() => {{ const c = document.querySelectorAll("canvas")[{}];
   return c.getContext("2d").getImageData(0, 0, c.width, c.height).data.filter((v, i) => i % 4 == 3 && v).length }})()"""
+# opacity at a place of the chart of losses, and next to it
+SHADE = """(() => {{ const u = plots.get("Loss"), at = (x) => Math.max(...u.ctx.getImageData(
+    u.valToPos(x, "x", true) - 2, u.valToPos({}, "y", true), 5, 1).data.filter((v, i) => i % 4 == 3));
+  return [at({}), at({})] }})()"""
 SCALE = "(() => {{ const s = plots.get('{}').scales; return [s.x.min, s.x.max, s.y.min, s.y.max] }})()"
 BOX = """(() => {{ const chart = plots.get('{}').over; chart.scrollIntoView({{ block: "center" }});
   const b = chart.getBoundingClientRect(); return [b.x, b.y, b.width, b.height] }})()"""
@@ -30,7 +34,7 @@ NEXT_FRAME = "new Promise((done) => requestAnimationFrame(() => requestAnimation
 
 def records() -> Iterator[dict[str, Any]]:
     for i in range(1, ITERATIONS + 1):
-        loss = 2.0 + 6.0 / math.sqrt(i) + (3.0 if i == 2500 else 0.0)
+        loss = 2.0 + 6.0 / math.sqrt(i) + (3.0 if i == SPIKE else 0.0)
         found = {"iteration": i, "loss": loss, "grad_norm": 1.0 + 1.0 / i, "lr": 1e-3, "step_seconds": 0.36}
         found["tokens_per_second"] = 4 * LENGTH / 0.36
         yield found | ({"validation_loss": loss + 0.1} if i % 500 == 0 else {})
@@ -83,6 +87,8 @@ def test_the_curves_are_drawn(page: Browser) -> None:
     low, high, least, most = scale(page)
     assert (low, high) == (2, ITERATIONS)  # a point has two or three iterations
     assert 1.9 < least < 2.1 and 7 < most < 9  # the first loss is 8, one of the others 5
+    spike, none = page.run(SHADE.format(4.6, SPIKE, SPIKE + 100))
+    assert spike > 50 and none == 0
     rows = "[...plots.get('Loss').root.querySelectorAll('.u-series:not(.helper)')]"
     legend = page.run(f"{rows}.map((row) => [...row.children].map((cell) => cell.textContent))")
     last = sum(2 + 6 / math.sqrt(i) for i in range(ITERATIONS - 49, ITERATIONS + 1)) / 50  # smoothed by a hundredth

@@ -24,7 +24,7 @@ FLAGS = "--headless --no-sandbox --disable-gpu --hide-scrollbars --remote-debugg
 
 
 class Browser:
-    """Chromium with one page. `faults` collects exceptions, and errors and warnings of the console."""
+    """Chromium with one page. `faults` has exceptions, warnings of scripts, and errors."""
 
     def __init__(self, profile: Path, width: int = 1240, height: int = 900) -> None:
         ours, theirs = os.pipe(), os.pipe()
@@ -108,7 +108,7 @@ class Browser:
                 found.append(str(params["exceptionDetails"]))
             elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
                 found.append(str(params["args"]))
-            elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
                 found.append(str(params["entry"]))
         return found
 

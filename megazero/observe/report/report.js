@@ -112,12 +112,12 @@ function lines(chart) {
     const add = (values, more) => series.push({ spanGaps: true, ...style, ...more }) && table.push(shown(values));
     const window = Math.round((SMOOTH[state.smooth] * longest * x.length) / Math.max(1, grid.iteration.at(-1)));
     const smooth = !one.points && !chart.exact && window > 1;
-    const hidden = { class: "helper", points: { show: false }, width: 0, stroke: "transparent" };
+    const helper = { class: "helper", points: { show: false }, width: 1, stroke: style.stroke + "50" };
     if (one.low && style.show) {
-      add(one.low, hidden);
-      add(one.high, hidden);
+      add(one.low, helper); // as lines too: a spike of a point has less than a pixel of the band
+      add(one.high, helper);
       bands.push({ series: [series.length, series.length - 1], fill: style.stroke + "38" });
-    } else if (smooth && style.show) add(one.y, { ...hidden, stroke: style.stroke + "50", width: 1 });
+    } else if (smooth && style.show) add(one.y, helper);
     add(smooth ? mean(one.y, window) : one.y, {
       width: 1.75,
       line: true,
@@ -160,6 +160,7 @@ function drawMarks(u) {
   ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
   ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
   ctx.textBaseline = "top";
+  ctx.textAlign = "left";
   for (const mark of DATA.marks) {
     const x = u.valToPos(mark.at[state.x], "x", true);
     if (several) ctx.strokeStyle = css(`--c${mark.run % COLORS}`);

@@ -18,9 +18,10 @@ XAxis = Literal["iteration", "tokens", "hours"]
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 DONE = "done"  # why a run ended with its last iteration
-MAX_BYTES = 64 << 20  # of metrics.jsonl; of a longer file, every n-th iteration is read
+MAX_BYTES = 128 << 20  # of metrics.jsonl; of a longer file, every n-th iteration is read
 # keys of iterations that are read in any case
 ALWAYS_READ = b'"validation_loss"', b'"samples"', b'"pause_seconds"', b'"moe_choices"'
+SHARED = "memory_bytes", "traffic_bytes"  # keys whose values are mostly those of the record before: kept once
 POINTS = 600  # of a drawn curve: about one per pixel
 
 
@@ -89,13 +90,15 @@ def read_run(folder: Path) -> Run:
     if not metrics.is_file():
         raise ValueError(f"{metrics} does not exist; give the --log-dir folder of a run")
     stride = -(-metrics.stat().st_size // MAX_BYTES) or 1
-    found: dict[int, Record] = {}
+    found, before = dict[int, Record](), Record()
     with metrics.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number % stride == 0 or any(key in line for key in ALWAYS_READ):
                 record = parse_record(line)
                 if isinstance(record.get("iteration"), int) and "loss" in record:  # else --eval-only wrote it
                     found[record["iteration"]] = record
+                    record |= {key: before[key] for key in SHARED if key in before and record.get(key) == before[key]}
+                    before = record
     if not found:
         raise ValueError(f"{metrics} has no iteration yet")
     return Run(folder.resolve().name, tuple(found[i] for i in sorted(found)), tuple(read_events(folder)), stride)
