@@ -11,7 +11,6 @@ import numpy as np
 
 from megazero.observe.report.runs import short
 
-WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 618, 10, 260  # edges of the axes
 MOST_ROWS, MOST_COLUMNS = 64, 128  # of a heat map; it draws the largest of several values then
 LOADS = (0.1, 0.5, 0.8, 1.25, 1.5, 2.0, 3.0, 5.0)  # limits of a heat map's colours; 1 is balanced
