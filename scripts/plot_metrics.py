@@ -20,6 +20,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megazero.observe.report.comparison import run_names
 from megazero.observe.report.page import MEMORY
 from megazero.observe.report.runs import Curve, Run, XAxis, curve, read_run, short, smooth, thin
 from megazero.optional import missing_package
@@ -55,7 +56,7 @@ def plot(runs: Sequence[Run], output: Path, x: XAxis = "iteration", window: int 
     import matplotlib.pyplot as plt
     from matplotlib import ticker
 
-    names = names_of(runs)
+    names = run_names(runs)
     figure = plt.figure(figsize=(12, 6), layout="constrained")
     panels: Any = figure.subplot_mosaic([["loss", "speed"], ["loss", "memory"]], width_ratios=[3, 2])
     draw_losses(panels["loss"], runs, names, x=x, window=window)
@@ -69,12 +70,6 @@ def plot(runs: Sequence[Run], output: Path, x: XAxis = "iteration", window: int 
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=120)
     plt.close(figure)
-
-
-def names_of(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the folders, numbered if several are equal."""
-    names = [run.name for run in runs]
-    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 
 def draw_losses(axes: Axes, runs: Sequence[Run], names: list[str], x: XAxis, window: int) -> None:

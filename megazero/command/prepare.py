@@ -20,7 +20,7 @@ from megazero.files import explain
 from megazero.flags.cli import Command
 from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.flags.resolve import resolve
-from megazero.flags.stages import DataStage, longest, read_stages, unreached
+from megazero.flags.stages import DataStage, last_samples, longest, read_stages
 from megazero.flags.validate import check_device
 from megazero.host import Machine
 from megazero.interop.huggingface.export import check_export
@@ -126,7 +126,7 @@ def prepare(command: Command, world: World) -> Prepared:
         command=choice.command._replace(given=choice.command.given - added),
         config=most.undone(choice.config, config),
     )
-    for late in unreached(choice.config, stages) if world.rank == 0 else ():
+    for late in stages[len(last_samples(choice.config, stages)) :] if world.rank == 0 else ():
         log.warning(
             f"--data-stages {config.data.data_stages}: stage {late.number}, from sample {late.first:,}, begins after "
             f"--train-iters {config.training.train_iters}"

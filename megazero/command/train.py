@@ -129,6 +129,7 @@ def connect(prepared: Prepared) -> tuple[Mesh, list[str]]:
             num_ids=tokenizer.vocab_size if tokenizer else 0,
             corpus=datasets.train_tokens,
             auto=prepared.choice.report,
+            stages=[each.stage for each in prepared.stages],
         )
         log.info("\n".join(screen))
     with launch.limit(world, 60 * (launch.JOIN_MINUTES + minutes), "making the groups of ranks"):

@@ -26,13 +26,14 @@ CORPORA = ("data-path", "data-args-path")
 class DataStage:
     """One stage: it trains on samples [first, stop), with `values` of flags over the command's; stop None: to the end.
 
-    `number` counts from 1, the stage of the command alone.
+    `number` counts from 1, the stage of the command alone. `tokens` are those of the stages before it.
     """
 
     number: int = 1
     first: int = 0
     stop: int | None = None
     values: dict[str, Any] = field(default_factory=dict)
+    tokens: int = 0
 
     def over(self, config: Config) -> Config:
         """Return the options of a command in this stage."""
@@ -46,6 +47,10 @@ class DataStage:
 
     def holds(self, sample: int) -> bool:
         return self.first <= sample and (self.stop is None or sample < self.stop)
+
+    def consumed_tokens(self, samples: int, seq_length: int) -> int:
+        """Return the tokens of the run's first `samples`; those of this stage have `seq_length` tokens each."""
+        return self.tokens + (samples - self.first) * seq_length
 
 
 WHOLE = DataStage()  # of a run without --data-stages
@@ -74,9 +79,11 @@ def read_stages(config: Config) -> tuple[DataStage, ...]:
         raise ValueError(f"{source} needs --save: a stage begins from a checkpoint of the one before it")
     found = [WHOLE]
     for number, table in enumerate(tables, 2):
-        found[-1] = replace(found[-1], stop=_first(table, found[-1].first, f"{source}: stage {number}"))
+        stop = _first(table, found[-1].first, f"{source}: stage {number}")
+        tokens = found[-1].consumed_tokens(stop, found[-1].over(config).model.seq_length)
+        found[-1] = replace(found[-1], stop=stop)
         values = _values(table, f"{source}: stage {number}", bool(config.checkpoint.decay_from))
-        found.append(DataStage(number, found[-1].stop or 0, None, values))
+        found.append(DataStage(number, stop, None, values, tokens=tokens))
     for stage in found[:-1]:
         _check_border(stage, config, source)
     if config.data.skip_samples:
@@ -98,16 +105,18 @@ def _check_skipped(stages: Sequence[DataStage], config: Config, source: str) -> 
         )
 
 
-def unreached(config: Config, stages: Sequence[DataStage]) -> list[DataStage]:
-    """Return the stages that begin after the last of --train-iters."""
-    left, found = config.training.train_iters, []
+def last_samples(config: Config, stages: Sequence[DataStage]) -> list[int]:
+    """Return the sample at which each stage ends that --train-iters reach; later stages have none."""
+    left, found = config.training.train_iters, list[int]()
     for stage in stages:
         if left <= 0:
-            found.append(stage)
+            break
         sizes, consumed = stage.over(config).batch_sizes, stage.first
-        while stage.stop is not None and consumed < min(sizes.samples, stage.stop):
+        while left and consumed < sizes.samples and stage.holds(consumed):
             consumed, left = consumed + sizes.at(consumed), left - 1
-        left -= (stage.stop - consumed) // sizes.full if stage.stop is not None else left
+        full = left if stage.stop is None else min(left, (stage.stop - consumed) // sizes.full)
+        found.append(consumed + full * sizes.full)
+        left -= full
     return found
 
 

@@ -28,6 +28,7 @@ from megazero.engine.plan.layout.layers import active_parameters, num_parameters
 from megazero.flags.cli import Command
 from megazero.log import log
 from megazero.observe.progress_line import Record
+from megazero.observe.report.live import RELOAD_SECONDS
 from megazero.observe.report.lost_time import goodput_line
 from megazero.observe.report.runs import EVENTS, read_events, read_run
 from megazero.observe.start_clock import Lost, StartClock
@@ -41,14 +42,23 @@ GIT_SECONDS = 2.0
 class RunEvents:
     """Records the start and the end of a run in its log folder, and writes its report."""
 
-    def __init__(self, command: Command | None, config: Config, mesh: Mesh, clock: StartClock | None = None) -> None:
+    def __init__(
+        self,
+        command: Command | None,
+        config: Config,
+        mesh: Mesh,
+        clock: StartClock | None = None,
+        text: Record | None = None,
+    ) -> None:
         """Prepare to write, on rank 0 of a run with --log-dir; elsewhere, do nothing.
 
         Args:
             command: the command line; None: there was none.
             config: resolved.
             clock: of this start; None: it begins here.
+            text: facts of the corpus's text.
         """
+        self.text = text or {}
         self.command, self.config, self.mesh, self.clock = command, config, mesh, clock or StartClock()
         self.folder = Path(config.log.log_dir) if config.log.log_dir and mesh.rank == 0 else None
         self.started: int | None = None  # after which iteration; None: there was nothing to do
@@ -63,6 +73,7 @@ class RunEvents:
             "parameters": num_parameters(declare(self.config.model)),
             "active_parameters": active_parameters(declare(self.config.model)),
             "environment": software(self.mesh),
+            **self.text,
         }
 
     def start(self, iteration: int, lost: Lost, stage: int = 0) -> None:
@@ -108,12 +119,13 @@ class RunEvents:
         self._add(_event("end", iteration) | {"why": why} | pauses)
         if iteration == self.started:
             return
-        from megazero.observe.report.page import write_report
+        from megazero.observe.report.page import write_report  # imports jinja2
 
         try:
             if line := goodput_line(read_run(self.folder)):
                 log.info(f"goodput   {line}")
-            log.info(f"report    {write_report(self.folder)}")
+            if self.config.log.report:
+                log.info(f"report    {write_report(self.folder, RELOAD_SECONDS)}")
         except Exception as error:
             log.warning(f"no report.html: {type(error).__name__}: {error}")
 

@@ -1,4 +1,4 @@
-"""Loggers: metrics.jsonl, TensorBoard, Weights & Biases, and the progress line. Rank 0 alone uses them."""
+"""Loggers: metrics.jsonl, report.html, TensorBoard, Weights & Biases, the progress line. Rank 0 alone uses them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megazero.flags.cli import Command
 from megazero.flags.flag_names import to_toml
 from megazero.log import log
 from megazero.observe.progress_line import InUse, ProgressLine, Record
+from megazero.observe.report.live import LiveReport
 from megazero.observe.report.runs import parse_record
 from megazero.observe.start_clock import Lost
 from megazero.optional import require_optional
@@ -65,6 +66,8 @@ def open_writers(
             if evaluates or start_iteration < config.training.train_iters or not toml.exists():
                 replace_file(toml, to_toml(config) if command is None else command.to_toml(config))
             writers.append(MetricsFile(folder / "metrics.jsonl", None if evaluates else start_iteration))
+            if options.report and not evaluates:
+                writers.append(LiveReport(folder))
         except (OSError, ValueError) as error:
             reason = explain(error) if isinstance(error, OSError) else f"{error}; remove it, or name another folder"
             raise ValueError(f"--log-dir {folder}: {reason}") from None

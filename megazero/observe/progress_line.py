@@ -23,7 +23,7 @@ class ProgressLine:
     def __init__(self, config: Config, start_iteration: int, in_use: InUse = lambda: None) -> None:
         """`in_use`: returns the bytes of device memory that this process uses, and its size (0: unknown)."""
         self.interval, self.last = config.log.log_interval, config.training.train_iters
-        self.seq_length, self.in_use = config.model.seq_length, in_use
+        self.in_use = in_use
         self.recent = deque[float](maxlen=RECENT)
         self.bar = self._open_bar(start_iteration) if sys.stdout.isatty() else None
 
@@ -43,14 +43,14 @@ class ProgressLine:
         if self.bar is not None:
             self.bar.update(self.task, completed=i, description=left)
         if i % self.interval == 0 or i == self.last or "validation_loss" in record:
-            log.info(progress_line(record, self.last, self.seq_length, in_use=self.in_use(), left=left))
+            log.info(progress_line(record, self.last, in_use=self.in_use(), left=left))
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
 
 
-def progress_line(record: Record, last: int, seq_length: int, in_use: tuple[int, int] | None, left: str) -> str:
+def progress_line(record: Record, last: int, in_use: tuple[int, int] | None, left: str) -> str:
     """Return the progress line of an iteration."""
     parts = [f"iteration {record['iteration']:>{len(str(last))}}/{last}", f"loss {record['loss']:.4f}"]
     if "validation_loss" in record:
@@ -63,7 +63,7 @@ def progress_line(record: Record, last: int, seq_length: int, in_use: tuple[int,
     if in_use is not None:
         used, whole = in_use
         parts.append(size(used) + (f" of {size(whole)}" if whole else ""))
-    parts += [f"{count(record['consumed_samples'] * seq_length)} tokens", left]
+    parts += [f"{count(record['consumed_tokens'])} tokens", left]
     if "moe_load" in record:
         dropped = f", {record['moe_dropped']:.1%} dropped" if record.get("moe_dropped") else ""
         parts.append(f"expert load {max(record['moe_load'].values()):.2f}{dropped}")

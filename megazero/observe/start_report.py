@@ -21,6 +21,7 @@ from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.files import explain, replace_file
 from megazero.flags.flag_names import as_flag, flags, to_toml, value_of
 from megazero.flags.presets import preset_values
+from megazero.flags.stages import WHOLE, DataStage, last_samples
 from megazero.host import Machine
 from megazero.log import log
 from megazero.planner.bytes.bytes_report import bytes_table, expert_words, padding_warning, padding_words, queue_line
@@ -61,6 +62,7 @@ def screen(
     num_ids: int = 0,
     corpus: int = 0,
     auto: str = "",
+    stages: Sequence[DataStage] = (WHOLE,),
 ) -> list[str]:
     """Return the lines that a run begins with.
 
@@ -72,12 +74,15 @@ def screen(
         num_ids: of the tokenizer; 0 without one.
         corpus: tokens of the training split; 0 with --mock-data.
         auto: the report of --layout auto.
+        stages: of --data-stages.
     """
     model, training = config.model, config.training
-    tokens = config.batch_sizes.total(training.train_iters) * model.seq_length
+    last = last_samples(config, stages)
+    ends = stages[len(last) - 1]
+    tokens = ends.consumed_tokens(last[-1], ends.over(config).model.seq_length)
     replicas = f"{layout.dp} ranks x " if layout.dp > 1 else ""
     batch = f"{replicas}{config.micro_batches(layout.dp)} x micro-batch {training.micro_batch_size}"
-    epochs = f", {tokens / corpus:{'.2g' if tokens < corpus else ',.1f'}} epochs" if corpus else ""
+    epochs = f", {tokens / corpus:{'.2g' if tokens < corpus else ',.1f'}} epochs" if corpus and len(stages) == 1 else ""
     warnings = padding_warning(config, layout), _queue_warning(config, layout, machine.device_type)
     paragraphs = {
         "model": f"{model.architecture}, {count(num_parameters(declare(model)))} parameters: {model.num_layers} "
@@ -89,6 +94,7 @@ def screen(
         "memory": _memory(config, layout, machine),
         "plan": f"{training.train_iters:,} iterations of {training.global_batch_size:,} samples ({batch}"
         f"{padding_words(config, layout)}) of {model.seq_length:,} tokens: {count(tokens)} tokens{epochs}",
+        "stages": "\n".join(_stage_words(stage, stage.over(config)) for stage in stages) if len(stages) > 1 else "",
         "options": " ".join(option_lines(asked)),
         "defaults": chosen,
         "kept": kept_lines(config),
@@ -101,6 +107,13 @@ def screen(
 def _paragraph(name: str, text: str) -> list[str]:
     lines = [line for part in text.split("\n") for line in textwrap.wrap(part, WIDTH - MARGIN, break_on_hyphens=False)]
     return [f"{name if number == 0 else '':{MARGIN}}{line}" for number, line in enumerate(lines)]
+
+
+def _stage_words(stage: DataStage, config: Config) -> str:
+    """Name the first sample of a stage, the length of its samples, and its corpora."""
+    data = config.data
+    corpora = "mock data" if data.mock_data else " ".join(data.data_path) or data.data_args_path
+    return f"{stage.number}, from sample {stage.first:,}: samples of {config.model.seq_length:,} tokens, {corpora}"
 
 
 def _queue_warning(config: Config, layout: Layout, device_type: str) -> str:

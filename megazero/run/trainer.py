@@ -9,6 +9,7 @@ from megazero.cluster.launch import card_name
 from megazero.cluster.watchdog import Watchdog
 from megazero.data.corpora import Datasets
 from megazero.data.loader import Batches
+from megazero.data.text_bytes import bytes_per_token
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.options.batch_sizes import BatchSizes
@@ -36,6 +37,7 @@ class Trainer:
         choices: a text that names the measured choices of matrix products and kernels, for the start screen.
         progress: advanced by `iterate`; a resume sets it.
         pauses: since the last record.
+        bytes_per_token: of the data, for events.jsonl; None on other ranks, and if no tokenizer is known.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Trainer:
             config: resolved.
             eod: the end-of-document token; None if no flag needs it.
             watchdog: reports this rank's current action, which the trainer writes to `doing`.
-            tokenizer: encodes --sample-prompts and decodes the texts.
+            tokenizer: encodes --sample-prompts and decodes the texts; None if none is known.
         """
         self.mesh, self.datasets, self.leads = mesh, datasets, mesh.rank == 0
         self.watchdog = watchdog or Watchdog(0, lambda place: None)
@@ -67,6 +69,8 @@ class Trainer:
         self.left_out = skipped_samples(config)
         self.peak_flops = peak_flops(card_name(mesh.device), config.training)
         samples = config.log.sample_interval > 0 and config.trains
+        told = tokenizer if self.leads and config.log.log_dir and config.trains else None
+        self.bytes_per_token = bytes_per_token(datasets, told) if told is not None else None
         self.sampler = TextSampler(config, self.engine, tokenizer) if samples else None
 
         def batches(dataset: Any, num_workers: int, sizes: BatchSizes) -> Batches:

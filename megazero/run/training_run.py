@@ -13,6 +13,7 @@ from megazero.log import log
 from megazero.observe.events import RunEvents
 from megazero.observe.loggers import Writers, open_writers
 from megazero.observe.memory_report import device_in_use
+from megazero.observe.report.runs import DONE
 from megazero.observe.start_clock import StartClock
 from megazero.run.checkpoints import CheckpointLoader
 from megazero.run.evaluation import Evaluation, Stopped, evaluation_line
@@ -61,7 +62,8 @@ class TrainingRun:
         progress, last, stage = trainer.progress, config.training.train_iters, self.checkpoints.stage
         self.describe(load)
         self.clock.mark("checkpoint")
-        events, stop = RunEvents(self.command, config, self.mesh, self.clock), None
+        text = {"bytes_per_token": trainer.bytes_per_token} if trainer.bytes_per_token else {}
+        events, stop = RunEvents(self.command, config, self.mesh, clock=self.clock, text=text), None
         writers = self._open_writers(events)
         if self.exports is not None:
             self.exports.resume(progress)
@@ -84,7 +86,8 @@ class TrainingRun:
                     self.checkpoints.save(progress, last=True)  # the weights of the last good update
                     raise
                 self.watchdog.doing = f"the end of iteration {progress.iteration}"
-                in_stage = {"stage": stage.number} if config.data.data_stages else {}
+                tokens = stage.consumed_tokens(progress.consumed_samples, config.model.seq_length)
+                in_stage = {"consumed_tokens": tokens} | ({"stage": stage.number} if config.data.data_stages else {})
                 writers.write(record | in_stage | events.first_step(progress.iteration))
                 self._check_alive()
                 if trainer.due(config.monitor.check_replicas_interval):
@@ -120,7 +123,7 @@ class TrainingRun:
             agent_notes.leave(agent_notes.STOPPED, stop.name)
             kept = self.checkpoints.saved_at == progress.iteration
             log.info(stopped_words(progress.iteration, stop.why, config.checkpoint if kept else None))
-        why = stop.why if stop else "done" if progress.iteration >= last else "--exit-interval"
+        why = stop.why if stop else DONE if progress.iteration >= last else "--exit-interval"
         if self.goes_on:
             why = f"the end of stage {stage.number}"
         events.end(progress.iteration, why, trainer.pauses.take())

@@ -320,6 +320,8 @@ def test_masking_behind_documents(model, alone: Path, tmp_path: Path) -> None:
     done = pretrain(*model, "--train-iters", 3, "--eod-mask-loss", "--log-dir", tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"report    {tmp_path / 'report.html'}" in done.stdout
+    start = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[0])
+    assert 0.9 < start["bytes_per_token"] < 1.0  # tokens are bytes, and ends of documents
     found, wanted = ([step["loss"] for step in metrics(folder)[:3]] for folder in (tmp_path, alone))
     assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) < 0.1
     assert found != wanted  # some of the batches hold a document's end

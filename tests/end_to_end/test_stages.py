@@ -78,6 +78,8 @@ def whole(folder: Path) -> list[tuple[Any, ...]]:
     """The curve of an uninterrupted run on one rank."""
     said = train(folder, "whole")
     assert "--seq-length is 16, and was 10 when this was saved" in said and "warning" not in said.lower()
+    assert f": {BATCH * 108} tokens\n" in said and "stages    1, from sample 0: samples of 10 tokens, " in said
+    assert "          2, from sample 12: samples of 16 tokens, " in said
     return curve(folder, "whole")
 
 
@@ -91,6 +93,10 @@ def test_stages_change_the_options(folder: Path, whole: list[tuple[Any, ...]]) -
     assert "stage 2 began after iteration 3" in page and "stage 3 began after iteration 6" in page
     assert "resumed after" not in page
     assert speed == pytest.approx([BATCH * 10] * 3 + [BATCH * 16] * 3 + [BATCH * 10] * 3)
+    tokens = [record["consumed_tokens"] for record in metrics(folder / "whole")]
+    assert tokens == [BATCH * 10 * k for k in (1, 2, 3)] + [BATCH * (30 + 16 * k) for k in (1, 2, 3)] + [
+        BATCH * (78 + 10 * k) for k in (1, 2, 3)
+    ]
 
 
 def test_the_first_loss_of_a_stage_is_that_of_a_run_of_its_own(folder: Path) -> None:

@@ -520,6 +520,13 @@ def test_a_run_leaves_its_starts_its_ends_and_a_report(corpus: str, tmp_path: Pa
     assert events_of(tmp_path)[-1] == ("end", 3, "TypeError: 'NoneType' object is not callable")
 
 
+@pytest.mark.second
+def test_a_run_without_a_report_writes_none(corpus: str, tmp_path: Path) -> None:
+    log = LogConfig(log_dir=str(tmp_path), report=False)
+    quietly(run_of(0, 1, replace(configured(corpus, tmp_path, 1), log=log)))
+    assert (tmp_path / "metrics.jsonl").is_file() and not (tmp_path / "report.html").exists()
+
+
 def test_the_time_of_resumed_runs_is_recorded(
     corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

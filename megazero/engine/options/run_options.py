@@ -157,11 +157,14 @@ class LogConfig:
     """Metrics and progress."""
 
     log_dir: str = ""
-    """Folder for metrics.jsonl, config.toml (the given flags) and plan.txt (memory, all options, the environment).
-    Empty: none of them is written."""
+    """Folder for metrics.jsonl, report.html, config.toml (the given flags) and plan.txt (memory, all options, the
+    environment). Empty: none of them is written."""
     verbose: bool = False
     """Print at the start also the contents of plan.txt: memory by kind with its formulas, all options, the
     environment."""
+    report: bool = True
+    """Keep report.html in --log-dir: curves, memory and options in one page. A process of the lowest priority rewrites
+    it every 30 seconds or more while the run trains; the last one is written at the end."""
     log_interval: Positive = 1
     """Iterations between progress lines; metrics.jsonl has every iteration."""
     sample_prompts: str = ""

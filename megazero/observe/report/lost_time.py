@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.observe.pauses import PAUSES
-from megazero.observe.report.runs import Run, axis_values
+from megazero.observe.report.runs import Run
 from megazero.units import duration
 
 SHORT_SECONDS = 3600
@@ -15,7 +15,7 @@ def spent(run: Run) -> dict[str, float]:
     starts = [start for start in run.starts if "seconds" in start]
     if not starts or starts[0] is not run.starts[0]:
         return {}
-    found = {KEPT: 3600 * float(axis_values(run, "hours")[-1])}
+    found = {KEPT: 3600 * float(run.axes["hours"][-1])}
     found[AGAIN] = sum(start["lost_seconds"] for start in starts)
     found[DOWN] = sum(start["down_seconds"] for start in starts)
     for start in starts:

@@ -1,30 +1,33 @@
-"""Write report.html of a run: one file without scripts, readable offline. report.html.jinja is its template."""
+"""Write report.html of a run: one file, readable offline. report.html.jinja is its template, report.js draws it."""
 
 from __future__ import annotations
 
 import functools
-import itertools
+import json
 import math
 import shlex
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
+from markupsafe import Markup
 
 from megazero.engine.plan.layout.topology import Layout
 from megazero.files import replace_file
-from megazero.observe.progress_line import Record
-from megazero.observe.report.chart import MOST_COLUMNS, Chart, HeatMap, Line, heat_map, line_chart
+from megazero.observe.progress_line import RECENT, Record
+from megazero.observe.report.curves import chart_data, start_text
+from megazero.observe.report.heat_map import MOST_COLUMNS, HeatMap, heat_map
 from megazero.observe.report.lost_time import KEPT, spent
-from megazero.observe.report.runs import METRICS, Curve, Run, curve, keys_of, read_run, smooth
+from megazero.observe.report.runs import METRICS, Run, curve, keys_of, read_run, smooth
 from megazero.units import count, duration, ranges, size, things
 
 REPORT = "report.html"
 MAX_DRAWN_RANKS = 64
 MAX_SHOWN_LOSS = 20.0  # nats; above it a perplexity is meaningless
-MAX_LINES = 8  # colours of the style sheet; the chart leaves out further corpora
+SCRIPTS = ("report.js", "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css", "uplot/LICENSE")
 SHARDED = ("", "optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
 MEMORY = {
     "parameters": "parameters",
@@ -54,15 +57,18 @@ TRAFFIC = {
 }
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, live: int = 0) -> Path:
     """Write report.html of a --log-dir folder into it.
+
+    Args:
+        live: seconds after which the page reloads itself until the run is done; 0: never.
 
     Raises:
         ValueError: the folder holds no iteration.
         OSError: the file cannot be written.
     """
     path = folder / REPORT
-    replace_file(path, page(read_run(folder)))
+    replace_file(path, page(read_run(folder), live))
     return path
 
 
@@ -74,15 +80,16 @@ def template() -> jinja2.Template:
     return jinja.get_template("report.html.jinja")
 
 
-def page(run: Run) -> str:
-    """Return the page of a run."""
+def page(run: Run, live: int = 0) -> str:
+    """Return the page of a run. live: see `write_report`."""
     last, start = run.records[-1], run.start
-    return template().render(
+    return render(
+        [run],
+        [run.name],
+        live,
         name=run.name,
         state=_state(run),
-        cards=_cards(run),
-        read=f"One of {run.stride} iterations of {METRICS} was read." if run.stride > 1 else "",
-        charts=_charts(run),
+        cards=cards(run),
         loads=[each for each in (_loads(run), _last_loads(run)) if each is not None],
         sampled=next((record for record in reversed(run.records) if record.get("samples")), None),
         layout=_layout(start),
@@ -93,47 +100,75 @@ def page(run: Run) -> str:
         given=[f"--{name.replace('_', '-')}" for name in start.get("given", ())],
         options=_options(start.get("config", {})),
         command=shlex.join(start.get("command", ())),
-        environment=[(name, _shown(value)) for name, value in start.get("environment", {}).items()],
+        environment=[(name, option_text(value)) for name, value in start.get("environment", {}).items()],
         events=run.events if len(run.events) > 1 else [],
+    )
+
+
+def render(runs: Sequence[Run], names: Sequence[str], live: int, **sections: Any) -> str:
+    """Return a page with the curves of runs.
+
+    Args:
+        live: as of `write_report`.
+        sections: further variables of the template; missing ones are left out.
+    """
+    here = Path(__file__).parent
+    ended, done = all(run.ended for run in runs), all(run.done for run in runs)
+    data = chart_data(runs, names) | {"live": 0 if done else live, "ended": ended, "written": int(time.time())}
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return template().render(
+        sections,
+        data=data,
+        json=Markup(text),
+        files={name: Markup((here / name).read_text()) for name in SCRIPTS},
+        done=done,
+        read=" ".join(f"One of {run.stride} iterations of {run.name} was read." for run in runs if run.stride > 1),
     )
 
 
 # -- summary
 
 
-def _cards(run: Run) -> list[tuple[str, str]]:
+def cards(run: Run) -> list[tuple[str, str]]:
     """Return the numbers at the top of the page: names and values."""
-    tokens, hours = curve(run, "loss", "tokens").x, curve(run, "loss", "hours").x
+    tokens, hours = run.axes["tokens"], run.axes["hours"]
     loss, validation, peak = curve(run, "loss"), curve(run, "validation_loss"), curve(run, "memory_bytes/peak").y
-    cards = [("iterations", f"{run.records[-1]['iteration']:,}")]
+    done: int = run.records[-1]["iteration"]
+    left = run.start.get("config", {}).get("training", {}).get("train_iters", done) - done
+    found = [("iterations", f"{done:,} of {done + left:,}" if left > 0 else f"{done:,}")]
+    if left > 0 and not run.ended:
+        steps = [record.get("step_seconds") or 0.0 for record in run.records[-RECENT:]]
+        found.append(("time left, without evaluation and saving", duration(left * sum(steps) / len(steps))))
     if "parameters" in run.start:
         whole: int = run.start["parameters"]
         active: int = run.start.get("active_parameters", whole)
-        cards.append(("parameters", count(whole)))
+        found.append(("parameters", count(whole)))
         if active != whole:
-            cards.append(("parameters active per token", count(active)))
+            found.append(("parameters active per token", count(active)))
     if len(loss.y):
-        cards.append(("training loss, mean of the last hundredth", f"{smooth(loss, 0).y[-1]:.4f}"))
+        found.append(("training loss, mean of the last hundredth", f"{smooth(loss, 0).y[-1]:.4f}"))
     if len(validation.y):
-        cards.append(("validation loss", f"{validation.y[-1]:.4f}"))
+        found.append(("validation loss", f"{validation.y[-1]:.4f}"))
         if validation.y[-1] < MAX_SHOWN_LOSS:
-            cards.append(("validation perplexity", f"{math.exp(validation.y[-1]):,.2f}"))
+            found.append(("validation perplexity", f"{math.exp(validation.y[-1]):,.2f}"))
+        if "bytes_per_token" in run.start:
+            bits = validation.y[-1] / math.log(2) / run.start["bytes_per_token"]
+            found.append(("validation, bits per byte", f"{bits:.4f}"))
         best = int(validation.y.argmin())
         if best < len(validation.y) - 1:
-            cards.append(("its least", f"{validation.y[best]:.4f} at iteration {validation.x[best]:,.0f}"))
-    if len(tokens):
-        cards.append(("tokens", count(round(float(tokens[-1])))))
-        cards.append(("training time, without evaluation and saving", duration(float(hours[-1]) * 3600)))
+            found.append(("its least", f"{validation.y[best]:.4f} at iteration {validation.x[best]:,.0f}"))
+    found.append(("tokens", count(round(float(tokens[-1])))))
+    found.append(("training time, without evaluation and saving", duration(float(hours[-1]) * 3600)))
     for name, key, form in MEDIANS:
         if len(values := curve(run, key).y):
-            cards.append((f"{name}, median", format(np.median(values), form)))
+            found.append((f"{name}, median", format(np.median(values), form)))
     if causes := spent(run):
-        cards.append((f"goodput: time in {KEPT}", f"{causes[KEPT] / sum(causes.values()):.1%}"))
+        found.append((f"goodput: time in {KEPT}", f"{causes[KEPT] / sum(causes.values()):.1%}"))
     if len(peak):
-        cards.append(("peak memory of rank 0", size(round(float(peak.max())))))
+        found.append(("peak memory of rank 0", size(round(float(peak.max())))))
     if skipped := sum(bool(record.get("skipped")) for record in run.records):
-        cards.append(("iterations without an update", f"{skipped:,}"))
-    return cards
+        found.append(("iterations without an update", f"{skipped:,}"))
+    return found
 
 
 def _state(run: Run) -> str:
@@ -153,53 +188,7 @@ def _state(run: Run) -> str:
     return "; ".join(words) + "."
 
 
-# -- curves
-
-
-def _charts(run: Run) -> list[Chart]:
-    marks = [(start["iteration"], _began(start)) for start in run.starts if start.get("iteration")]
-
-    def chart(title: str, lines: list[Line], **options: Any) -> Chart | None:
-        return line_chart(lines, title, marks=marks, **options)
-
-    def smoothed(label: str, key: str) -> list[Line]:
-        """Return a curve, faint, and its running mean over a hundredth of it; a short curve alone."""
-        found = curve(run, key)
-        if len(found.y) < 200:
-            return [Line(label, found, 0)]
-        return [Line("", found, 0, faint=True), Line(label, smooth(found, 0), 0)]
-
-    validation = Line("validation", curve(run, "validation_loss"), 1, points=True)
-    peak, scale = curve(run, "memory_bytes/peak"), curve(run, "loss_scale")
-    entropy, dropped = Line("", curve(run, "moe_router_entropy"), 0), curve(run, "moe_dropped")
-    balance = [
-        Line("auxiliary loss", curve(run, "moe_aux_loss"), 0),
-        Line("z-loss", curve(run, "moe_z_loss"), 1),
-    ]
-    charts = [
-        chart("Loss, nats per token", [*smoothed("training", "loss"), validation], log=True),
-        chart("Loss of modules that predict further ahead", _by_corpus(run, "mtp_losses"), log=True),
-        chart("Training loss by corpus", _by_corpus(run, "loss_by_corpus"), log=True),
-        chart("Validation loss by corpus", _by_corpus(run, "validation_loss_by_corpus"), log=True),
-        chart("Gradient norm, before clipping", smoothed("", "grad_norm"), log=True),
-        chart("Learning rate", [Line("", curve(run, "lr"), 0)], from_zero=True, y_format=lambda v: f"{v:.2g}"),
-        chart("Throughput, tokens/s", smoothed("", "tokens_per_second"), from_zero=True),
-        chart("Peak memory of rank 0, bytes", [Line("", peak, 0)], from_zero=True) if _varies(peak) else None,
-        chart("Entropy of routers, nats", [entropy]),
-        chart("Choices that experts drop, share", [Line("", dropped, 0)], from_zero=True) if _varies(dropped) else None,
-        chart("Balance losses of routers, without their factors", balance, from_zero=True),
-        chart("Loss scale", [Line("", scale, 0)], log=True) if _varies(scale) else None,
-    ]
-    return [each for each in charts if each is not None]
-
-
-def _by_corpus(run: Run, key: str) -> list[Line]:
-    names = keys_of(run, key)[:MAX_LINES]
-    points = key.startswith("validation")
-    return [
-        Line(label, smooth(curve(run, f"{key}/{name}"), 1 if points else 0), number, points=points)
-        for number, (name, label) in enumerate(zip(names, _short_names(names), strict=True))
-    ]
+# -- experts
 
 
 def _loads(run: Run) -> HeatMap | None:
@@ -229,18 +218,6 @@ def _last_loads(run: Run) -> HeatMap | None:
 
 def _layers(numbers: Iterable[str]) -> list[str]:
     return [f"layer {number}" for number in numbers]
-
-
-def _varies(found: Curve) -> bool:
-    return len(np.unique(found.y)) > 1
-
-
-def _short_names(names: list[str]) -> list[str]:
-    """Return paths without the folders that all have in common."""
-    parts = [name.split("/") for name in names]
-    folders = zip(*(part[:-1] for part in parts), strict=False)
-    common = sum(1 for _ in itertools.takewhile(lambda level: len(set(level)) == 1, folders))
-    return ["/".join(part[common:]) for part in parts]
 
 
 # -- layout, memory, traffic, options
@@ -285,14 +262,8 @@ def _resumes(run: Run) -> list[tuple[str, str]]:
         words = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items())
         if again := start.get("lost_iterations"):
             words += f"; {things(again, 'iteration')} of {start['lost_seconds']:.1f} s computed again"
-        rows.append((_began(start), words))
+        rows.append((start_text(start), words))
     return rows
-
-
-def _began(start: Record) -> str:
-    """Describe a start that is not the first."""
-    words = f"stage {start['stage']} began" if "stage" in start else "resumed"
-    return f"{words} after iteration {start['iteration']:,}"
 
 
 def _options(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
@@ -302,12 +273,13 @@ def _options(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
     if data.get("tokenizer") == "" and (data.get("data_path") or data.get("data_args_path")):
         data["tokenizer"] = "of the corpus"
     return {
-        title: [(f"--{name.replace('_', '-')}", _shown(value)) for name, value in group.items()]
+        title: [(f"--{name.replace('_', '-')}", option_text(value)) for name, value in group.items()]
         for title, group in groups.items()
     }
 
 
-def _shown(value: Any) -> str:
+def option_text(value: Any) -> str:
+    """Format the value of an option."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, int):

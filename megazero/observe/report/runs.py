@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 XAxis = Literal["iteration", "tokens", "hours"]
 
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
-MAX_BYTES = 64 << 20  # of metrics.jsonl; of a longer file, every n-th iteration is read
+DONE = "done"  # why a run ended with its last iteration
+MAX_BYTES = 128 << 20  # of metrics.jsonl; of a longer file, every n-th iteration is read
 # keys of iterations that are read in any case
 ALWAYS_READ = b'"validation_loss"', b'"samples"', b'"pause_seconds"', b'"moe_choices"'
+SHARED = "memory_bytes", "traffic_bytes"  # keys whose values are mostly those of the record before: kept once
 POINTS = 600  # of a drawn curve: about one per pixel
 
 
@@ -46,6 +49,29 @@ class Run:
         """The event of the last start; empty if there is none."""
         return (self.starts or [{}])[-1]
 
+    @property
+    def ended(self) -> bool:
+        """The run has recorded its end."""
+        return bool(self.events) and self.events[-1].get("event") == "end"
+
+    @property
+    def done(self) -> bool:
+        """It has ended with its last iteration. Others may be resumed."""
+        return self.ended and self.events[-1].get("why") == DONE
+
+    @functools.cached_property
+    def axes(self) -> dict[XAxis, Array]:
+        """The place of every record in iterations, in tokens, and in hours of training steps."""
+        iterations = np.array([record["iteration"] for record in self.records], dtype=np.float64)
+        # above 1 where records were left out
+        between = np.diff(iterations, prepend=max(0.0, iterations[0] - self.stride))
+        seconds = np.array([record.get("step_seconds") or 0.0 for record in self.records])
+        tokens = np.array([record.get("consumed_tokens", np.nan) for record in self.records])
+        if np.isnan(tokens).any():  # an older version's
+            rates = np.array([record.get("tokens_per_second") or 0.0 for record in self.records])
+            tokens = np.cumsum(np.round(seconds * rates) * between)
+        return {"iteration": iterations, "tokens": tokens, "hours": np.cumsum(seconds * between) / 3600}
+
 
 class Curve(NamedTuple):
     """Values over an axis: x and y of one length, finite."""
@@ -64,13 +90,15 @@ def read_run(folder: Path) -> Run:
     if not metrics.is_file():
         raise ValueError(f"{metrics} does not exist; give the --log-dir folder of a run")
     stride = -(-metrics.stat().st_size // MAX_BYTES) or 1
-    found: dict[int, Record] = {}
+    found, before = dict[int, Record](), Record()
     with metrics.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number % stride == 0 or any(key in line for key in ALWAYS_READ):
                 record = parse_record(line)
                 if isinstance(record.get("iteration"), int) and "loss" in record:  # else --eval-only wrote it
                     found[record["iteration"]] = record
+                    record |= {key: before[key] for key in SHARED if key in before and record.get(key) == before[key]}
+                    before = record
     if not found:
         raise ValueError(f"{metrics} has no iteration yet")
     return Run(folder.resolve().name, tuple(found[i] for i in sorted(found)), tuple(read_events(folder)), stride)
@@ -94,30 +122,25 @@ def parse_record(line: bytes | str) -> Record:
 # -- curves
 
 
-def curve(run: Run, key: str, axis: XAxis = "iteration") -> Curve:
-    """Return the finite values of `key`, such as "loss" or "memory_bytes/peak"."""
+def column(run: Run, key: str) -> Array:
+    """Return `key`, such as "loss" or "memory_bytes/peak", of every record; of values by name, such as the loads of
+    layers, the largest. NaN where it is missing or not finite."""
     outer, _, inner = key.partition("/")
-    points = []
-    for place, record in zip(axis_values(run, axis), run.records, strict=True):
+    found = np.full(len(run.records), np.nan)
+    for place, record in enumerate(run.records):
         value = record.get(outer)
-        if inner and isinstance(value, dict):
-            value = value.get(inner)
+        if isinstance(value, dict):
+            value = value.get(inner) if inner else max(value.values(), default=None)
         if isinstance(value, (int, float)) and math.isfinite(value):
-            points.append((place, float(value)))
-    return Curve(*np.array(points, dtype=np.float64).reshape(-1, 2).T)
+            found[place] = value
+    return found
 
 
-def axis_values(run: Run, axis: XAxis) -> Array:
-    """Return the place of every record on an axis: iterations, tokens, or hours of training steps."""
-    iterations = np.array([record["iteration"] for record in run.records], dtype=np.float64)
-    if axis == "iteration":
-        return iterations
-    seconds = np.array([record.get("step_seconds") or 0.0 for record in run.records])
-    between = np.diff(iterations, prepend=max(0.0, iterations[0] - run.stride))  # above 1 where records were left out
-    if axis == "hours":
-        return np.cumsum(seconds * between) / 3600
-    rates = np.array([record.get("tokens_per_second") or 0.0 for record in run.records])
-    return np.cumsum(np.round(seconds * rates) * between)
+def curve(run: Run, key: str, axis: XAxis = "iteration") -> Curve:
+    """Return the finite values of a column."""
+    values = column(run, key)
+    known = np.isfinite(values)
+    return Curve(run.axes[axis][known], values[known])
 
 
 def keys_of(run: Run, key: str) -> list[str]:

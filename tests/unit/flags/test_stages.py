@@ -11,7 +11,7 @@ from megazero.data.blending import BlendedDataset
 from megazero.data.corpora import Continued, continued, open_datasets
 from megazero.engine.options.schema import Config
 from megazero.flags.cli import parse
-from megazero.flags.stages import WHOLE, DataStage, of_longest, read_stages, unreached
+from megazero.flags.stages import WHOLE, DataStage, last_samples, of_longest, read_stages
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 FLAGS = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 3"
@@ -110,11 +110,21 @@ def test_a_mistake_is_one_sentence(name: str, tmp_path: Path) -> None:
     assert f"--data-stages {file}" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_stage_behind_the_last_iteration_is_found(tmp_path: Path) -> None:
-    """Stage 1 has 2 iterations of 2 samples and 9 of 4; stage 2 has 5."""
-    for last, late in ((10, [2, 3]), (11, [2, 3]), (12, [3]), (16, [3]), (17, [])):
+def test_stages_end_where_iterations_do(tmp_path: Path) -> None:
+    """Stage 1 has 2 iterations of 2 samples and 9 of 4; stage 2 has 5. Later stages have no end."""
+    ends = {1: [2], 10: [36], 11: [40], 12: [40, 44], 16: [40, 60], 17: [40, 60, 64]}
+    for last, found in ends.items():
         config = config_of(tmp_path / "s.toml", TWO, f"--train-iters {last} --rampup-batch-size 2 2 4")
-        assert [stage.number for stage in unreached(config, read_stages(config))] == late, last
+        assert last_samples(config, read_stages(config)) == found, last
+
+
+def test_tokens_are_counted_with_the_length_of_their_stage(tmp_path: Path) -> None:
+    """40 samples of 16 tokens, 20 of 64, and further ones of 16."""
+    config = config_of(tmp_path / "s.toml", TWO)
+    stages = read_stages(config)
+    for samples, tokens in ((0, 0), (39, 624), (40, 640), (41, 704), (60, 1920), (70, 2080)):
+        stage = next(stage for stage in stages if stage.holds(max(0, samples - 1)))
+        assert stage.consumed_tokens(samples, stage.over(config).model.seq_length) == tokens
 
 
 def test_a_run_without_save_is_refused(tmp_path: Path) -> None:

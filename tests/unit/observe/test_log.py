@@ -30,6 +30,7 @@ from megazero.observe.loggers import (
     run_id,
 )
 from megazero.observe.progress_line import ProgressLine, Record
+from megazero.observe.report.live import LiveReport
 from megazero.planner.trace.trace import model_flops
 from tests.helpers.table import for_each
 
@@ -38,6 +39,7 @@ def record(iteration: int, **changes: Any) -> Record:
     found: Record = {
         "iteration": iteration,
         "consumed_samples": 8 * iteration,
+        "consumed_tokens": 8000 * iteration,
         "loss": 4.5,
         "grad_norm": 1.25,
         "lr": 3e-4,
@@ -229,7 +231,7 @@ def test_open_writers_makes_what_is_asked_for(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     config = replace(Config(), log=LogConfig(log_dir=str(folder), tensorboard_dir=str(tmp_path / "tb")))
     writers = open_writers(config, 0)
-    assert [type(w) for w in writers] == [MetricsFile, TensorBoard, ProgressLine]
+    assert [type(w) for w in writers] == [MetricsFile, LiveReport, TensorBoard, ProgressLine]
     for writer in writers:
         writer.close()
     assert (folder / "config.toml").read_text() == to_toml(config)

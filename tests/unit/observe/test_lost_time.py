@@ -17,7 +17,7 @@ from megazero.observe.loggers import MetricsFile
 from megazero.observe.pauses import Pauses
 from megazero.observe.report.lost_time import goodput_line, spent
 from megazero.observe.report.page import page
-from megazero.observe.report.runs import axis_values, read_run
+from megazero.observe.report.runs import read_run
 from megazero.observe.start_clock import Lost, StartClock, process_start
 
 
@@ -92,8 +92,8 @@ def test_a_log_may_begin_in_the_middle_of_a_run(tmp_path: Path) -> None:
     write(tmp_path, [start(1000.0, 1000, process=10.0)], records, first=1001)
     run = read_run(tmp_path)
     assert run.records[0]["iteration"] == 1001
-    assert axis_values(run, "tokens").tolist() == [80.0, 160.0, 240.0]
-    assert (3600 * axis_values(run, "hours")).round(9).tolist() == [40.0, 80.0, 120.0]
+    assert run.axes["tokens"].tolist() == [80.0, 160.0, 240.0]
+    assert (3600 * run.axes["hours"]).round(9).tolist() == [40.0, 80.0, 120.0]
     assert spent(run) | {"all else": 0.0} == dict.fromkeys(spent(run), 0.0) | {
         "steps that are kept": 120.0,
         "start: process": 10.0,

@@ -9,36 +9,34 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.engine.options.schema import Config, LogConfig, ModelConfig, TrainingConfig
+from megazero.engine.options.schema import Config, LogConfig, TrainingConfig
 from megazero.observe.progress_line import ProgressLine, progress_line
 from megazero.planner.time.devices import find_card, known_devices, load_device, peak_flops
 from megazero.units import count, duration, size
 from tests.helpers.programs import read_terminal
 from tests.unit.observe.test_log import record
 
-CONFIG = replace(
-    Config(), model=ModelConfig(seq_length=1000), log=LogConfig(log_interval=4), training=TrainingConfig(train_iters=10)
-)
+CONFIG = replace(Config(), log=LogConfig(log_interval=4), training=TrainingConfig(train_iters=10))
 
 
 def test_line() -> None:
-    assert progress_line(record(7), 1000, 1000, None, "1:00 left") == (
+    assert progress_line(record(7), 1000, None, "1:00 left") == (
         "iteration    7/1000 | loss 4.5000 | norm 1.250 | lr 3.00e-04 | 12,346 tokens/s, 0.5 TFLOP/s | 56.0 k tokens | "
         "1:00 left"
     )
     assert "TFLOP/s, MFU 45.1% | 3.00 GB of 80.0 GB | " in progress_line(
-        record(7, mfu=0.4511), 10, 1000, (3 * 10**9, 80 * 10**9), ""
+        record(7, mfu=0.4511), 10, (3 * 10**9, 80 * 10**9), ""
     )
-    assert " | 3.00 GB | " in progress_line(record(7), 10, 1000, (3 * 10**9, 0), "")
+    assert " | 3.00 GB | " in progress_line(record(7), 10, (3 * 10**9, 0), "")
     odd = progress_line(
-        record(10, validation_loss=2.5, skipped=True, grad_norm=math.nan, loss_scale=2.0**16), 10, 1, None, ""
+        record(10, validation_loss=2.5, skipped=True, grad_norm=math.nan, loss_scale=2.0**16), 10, None, ""
     )
     assert "| validation 2.5000 | norm nan |" in odd and odd.endswith("| scale 65536 | SKIPPED")
-    assert progress_line(record(7, moe_load={"0": 1.5, "2": 2.25}), 10, 1, None, "0:09 left").endswith(
+    assert progress_line(record(7, moe_load={"0": 1.5, "2": 2.25}), 10, None, "0:09 left").endswith(
         "| 0:09 left | expert load 2.25"
     )
     dropping = record(7, moe_load={"0": 1.5}, moe_dropped=0.0123)
-    assert progress_line(dropping, 10, 1, None, "").endswith(" | expert load 1.50, 1.2% dropped")
+    assert progress_line(dropping, 10, None, "").endswith(" | expert load 1.50, 1.2% dropped")
 
 
 def test_units() -> None:

@@ -203,6 +203,7 @@ SEEN = {
     "log-dir": "unit/observe/test_log.py",
     "verbose": "unit/observe/test_start_report.py",
     "log-interval": "unit/observe/test_progress_line.py",
+    "report": "parallel/test_run_life.py",
     "profile-iterations": "end_to_end/test_pretrain.py",
     "tensorboard-dir": "unit/observe/test_log.py",
     "wandb-project": "unit/observe/test_log.py",
