@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from megazero.called_as import in_own_words, program_name
 from megazero.engine.options.limits import check_text
 from megazero.engine.options.schema import Config
 from megazero.flags.branch import branch
@@ -23,7 +24,7 @@ from megazero.flags.help import show_normal, with_whole_lines
 from megazero.flags.presets import Preset, over_defaults, read_preset
 from megazero.log import log
 
-PROGRAM = "pretrain_gpt.py"
+SCRIPT = "pretrain_gpt.py"
 Own = TypeVar("Own")
 
 
@@ -105,7 +106,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
     import tyro
 
     if "--help" in argv or "-h" in argv:
-        show_normal(PROGRAM)
+        show_normal(program_name(SCRIPT), bool({"--plan", "--plan-search"} & {*argv}))
     argv = ["--help" if word == "--help-all" else word for word in argv]
     name = _last_value(argv, "preset")
     check_text("preset", name, is_path=True)
@@ -127,7 +128,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         defaults = with_whole_lines(defaults)
     try:
         config = tyro.cli(
-            type(defaults), default=defaults, args=args, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,)
+            type(defaults), default=defaults, args=args, prog=program_name(SCRIPT), config=(tyro.conf.OmitArgPrefixes,)
         )
     except SystemExit as stop:
         if stop.code and notes:  # the message names the translation of a foreign flag
@@ -179,14 +180,27 @@ def _values(argv: list[str], flag: str) -> list[str]:
     return [item.values[0] for item in split_items(argv) if item.name == flag and item.values]
 
 
-def read_own(kind: type[Own], argv: list[str], program: str) -> tuple[Own, list[str]]:
+def read_own(kind: type[Own], argv: list[str], script: str) -> tuple[Own, list[str]]:
     """Read the flags of another program, a dataclass; return them, and the words that are not among them.
+
+    Args:
+        script: of the program, as `called_as.SUBCOMMANDS` names it.
 
     Raises:
         SystemExit: --help, or a value that is wrong; the message is printed.
     """
     import tyro
 
-    text = inspect.getdoc(kind)  # tyro alone drops examples
+    text, program = in_own_words(inspect.getdoc(kind) or ""), program_name(script)  # tyro alone drops examples
     options, rest = tyro.cli(kind, args=argv, prog=program, description=text, return_unknown_args=True)
     return options, list(rest)
+
+
+def read_flags(kind: type[Own], argv: list[str], script: str) -> Own:
+    """Read the flags of another program, all words of its command line. As `read_own`."""
+    import tyro
+
+    text, program = in_own_words(inspect.getdoc(kind) or ""), program_name(script)
+    if {"--help", "-h"} & {*argv}:
+        kind = with_whole_lines(kind)
+    return tyro.cli(kind, args=argv, prog=program, description=text)

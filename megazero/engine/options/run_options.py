@@ -184,7 +184,10 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Predictions for a cluster, made on any machine: no GPU, no data and no other ranks are needed."""
+    """Predictions for a cluster, made on any machine: no GPU, no data and no other ranks are needed.
+
+    Example: python pretrain_gpt.py --plan --preset gpt2-1.5b --world-size 16 --device-type h100-80gb
+    """
 
     plan: bool = False
     """Predict the memory, traffic and step time of this run on --world-size devices, print them, write plan.json and
