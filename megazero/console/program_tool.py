@@ -30,9 +30,14 @@ class ProgramOptions:
     """Rank whose program is printed."""
 
 
+def program_options(argv: list[str]) -> tuple[ProgramOptions, list[str]]:
+    """Return the options of this program, and the flags of the run."""
+    return read_own(ProgramOptions, argv, "scripts/print_program.py")
+
+
 def print_program(argv: list[str]) -> int:
     """Print the step of the rank that the flags name, and return the exit code."""
-    options, rest = read_own(ProgramOptions, argv, "scripts/print_program.py")
+    options, rest = program_options(argv)
     try:
         print("\n".join(program_lines(rest, options.world_size, options.rank)))
     except ValueError as error:
