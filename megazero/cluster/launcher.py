@@ -31,7 +31,7 @@ Train on this machine, or on several with --elastic, with torchrun.
   --wait MINUTES
                 with --elastic: how long to wait for MIN nodes; default: 30
   --help        this text
-  --            all further words are for the program, whatever their names
+  --            all further words are for the program, also --nproc and the other names above
 
 Rank 0 prints to the console. Each other rank's stdout and stderr are in LOG_DIR/ranks/START_TIME_.../attempt_0/RANK,
 where LOG_DIR is the value of --log-dir, or else `runs`; rank 0's too, unless the console is a terminal. torchrun's own
@@ -45,7 +45,7 @@ Environment:
 {interpreter}  OMP_NUM_THREADS   CPU threads of a rank; default: the number of cores / N
   ELASTIC_LOST_SECONDS
                 --elastic: whole seconds without a sign of life of a node, after which it is lost; default: 8
-  ELASTIC_SECRET    --elastic: what proves that a node belongs to the run, the same for all; default: the content of
+  ELASTIC_SECRET    --elastic: a secret that proves that a node belongs to the run, the same for all; default: the content of
                     elastic.key in --save, which the first node makes for this user alone
   TORCH_FR_DUMP_TEMP_FILE
                     GPUs: files of the last NCCL calls; default: nccl_trace_rank_ in --log-dir. megazero/environment.py
