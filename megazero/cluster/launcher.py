@@ -45,8 +45,8 @@ Environment:
 {interpreter}  OMP_NUM_THREADS   CPU threads of a rank; default: the number of cores / N
   ELASTIC_LOST_SECONDS
                 --elastic: whole seconds without a sign of life of a node, after which it is lost; default: 8
-  ELASTIC_SECRET    --elastic: a secret that proves that a node belongs to the run, the same for all; default: the content of
-                    elastic.key in --save, which the first node makes for this user alone
+  ELASTIC_SECRET    --elastic: a secret, which proves that a node belongs to the run, the same for all; default: the
+                    content of elastic.key in --save, which the first node makes for this user alone
   TORCH_FR_DUMP_TEMP_FILE
                     GPUs: files of the last NCCL calls; default: nccl_trace_rank_ in --log-dir. megazero/environment.py
                     has the defaults of torch's other variables"""
