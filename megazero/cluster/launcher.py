@@ -179,7 +179,11 @@ def set_environment(nproc: int, log_dir: Path) -> None:
         files = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    os.environ["PYTHONUNBUFFERED"] = "1"  # show lines at once, also in a pipe
-    os.environ["PYTHONFAULTHANDLER"] = "1"  # a crash prints a traceback
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{log_dir}/nccl_trace_rank_")
-    os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "${role_name}"
+    os.environ.update(
+        {
+            "PYTHONUNBUFFERED": "1",  # show lines at once, also in a pipe
+            "PYTHONFAULTHANDLER": "1",  # a crash prints a traceback
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${role_name}",
+        }
+    )

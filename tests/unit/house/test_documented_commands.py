@@ -110,7 +110,8 @@ def _fault_of_program(program: str, words: list[str]) -> str:
     if not program.endswith(".py") or "--help" in words:
         return ""
     if program in OF_RUNS:
-        program, words = PRETRAIN, OF_RUNS[program](words)[1]
+        numbers = ["1" if word in ("N", "R") else word for word in words]
+        program, words = PRETRAIN, OF_RUNS[program](numbers)[1]
     unfinished = any(word in OPEN for word in words)
     words = [word for word in words if word not in OPEN]
     printed = io.StringIO()
