@@ -48,6 +48,11 @@ def read_command(argv: list[str]) -> tuple[Command, World]:
             log_as(world.rank, world.size)
         for note in command.notes:
             log.info(note)
+        if command.config.training.recipe == "auto":
+            from megazero.command.follow_recipe import follow_recipe
+
+            command = follow_recipe(command)
+            log.info(command.notes[-1])
         check_values(command.config)
     except ValueError as error:
         log.error(f"error: {error}")

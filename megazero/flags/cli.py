@@ -17,14 +17,18 @@ from megazero.called_as import in_own_words, program_name
 from megazero.engine.options.limits import check_text
 from megazero.engine.options.schema import Config
 from megazero.flags.branch import branch
+from megazero.flags.duration import count_iterations
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, to_toml, toml_value, value_of, with_values
 from megazero.flags.foreign.translate import OWN_WORDS, refusals, split_items, translate
 from megazero.flags.giving_way import give_way
 from megazero.flags.help import show_normal, with_whole_lines
 from megazero.flags.presets import Preset, over_defaults, read_preset
+from megazero.flags.recipe import RECIPE_FLAGS
+from megazero.flags.validate import plans
 from megazero.log import log
 
 SCRIPT = "pretrain_gpt.py"
+TRAIN_LENGTH = frozenset({"train-iters", "train-tokens"})  # the command line's replaces that of a preset
 Own = TypeVar("Own")
 
 
@@ -61,7 +65,8 @@ class Command(NamedTuple):
         args: the command line with foreign flags translated, without the flags of the preset.
         given: names of the flags, without dashes, that the command line, its preset or a config.json sets.
         notes: lines that report translated foreign flags, accepted ones without effect, and ignored retired ones.
-        dropped: flags of the preset that do not count, because --layout auto chooses them.
+        dropped: flags of the preset that do not count, because --layout auto or --recipe auto chooses them, or the
+            command line has another flag for the length of the run.
     """
 
     config: Config
@@ -142,11 +147,28 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         config = with_values(config, {name: flags()[name].default for name in dropped})
         if lost := " ".join(as_flag(flag, values[flag]) for flag in LAYOUT_FLAGS if flag in dropped):
             notes.append(f"--layout auto chooses the layout, without {lost} of --preset {name}; name a flag to keep it")
+    if config.training.recipe == "auto" and "recipe" in names_of(args):
+        left_out = given & {*RECIPE_FLAGS} - names_of(args)
+        dropped |= left_out
+        config = with_values(config, {name: flags()[name].default for name in left_out})
+        if lost := " ".join(as_flag(flag, values[flag]) for flag in RECIPE_FLAGS if flag in left_out):
+            notes.append(f"--recipe auto chooses, without {lost} of --preset {name}; name a flag to keep it")
     config, branched = branch(config, names_of(args))
-    notes += [branched] if branched else []
+    config, counted = count_iterations(config, names_of(args), lambda: _num_ranks(config, count_ranks))
+    notes += [note for note in (branched, counted) if note]
+    if TRAIN_LENGTH & names_of(args):
+        dropped |= given & TRAIN_LENGTH - names_of(args)
     from_preset = {flag for flag, value in preset.values.items() if values[flag] == value} - names_of(args) - dropped
     config, changes = give_way(config, name, from_preset, names_of(args))
     return Command(config=config, args=args, given=given - dropped, notes=[*notes, *changes], dropped=dropped)
+
+
+def _num_ranks(config: Config, count_ranks: Callable[[], int]) -> int:
+    """Return the ranks of a prediction, of a rehearsal, or those that were started."""
+    rehearsed = config.plan.rehearse.partition(":")[0]
+    if plans(config.plan):
+        return config.plan.world_size or 1
+    return int(rehearsed) if rehearsed.isdecimal() else count_ranks()
 
 
 def _sources(args: list[str], preset: Mapping[str, Any]) -> tuple[str, list[str]]:

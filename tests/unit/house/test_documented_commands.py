@@ -83,6 +83,8 @@ def _fault_of_command(words: list[str]) -> str:
             name, rest = "train", ["--plan", *rest]
         if f"megazero {name}" not in SCRIPT_OF:
             return f"megazero {name}: no such command"
+        if not rest:  # it is mentioned
+            return ""
         if name == "launch" and rest[0] in ("train", "generate"):
             program, rest = SCRIPT_OF[f"megazero {rest[0]}"], rest[1:]
         first, rest = "python", [SCRIPT_OF[f"megazero {name}"], *rest]
