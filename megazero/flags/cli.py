@@ -152,7 +152,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         dropped |= left_out
         config = with_values(config, {name: flags()[name].default for name in left_out})
         if lost := " ".join(as_flag(flag, values[flag]) for flag in RECIPE_FLAGS if flag in left_out):
-            notes.append(f"--recipe auto chooses, without {lost} of --preset {name}; name a flag to keep it")
+            notes.append(f"--recipe auto chooses the run, without {lost} of --preset {name}; name a flag to keep it")
     config, branched = branch(config, names_of(args))
     config, counted = count_iterations(config, names_of(args), lambda: _num_ranks(config, count_ranks))
     notes += [note for note in (branched, counted) if note]

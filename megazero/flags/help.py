@@ -17,9 +17,9 @@ from megazero.flags.flag_names import Flag, flags
 NORMAL = {
     "data": ("data-path", "tokenizer"),
     "model": ("preset", "hf-config", "num-layers", "hidden-size", "num-attention-heads", "seq-length"),
-    "batch": ("micro-batch-size", "global-batch-size", "train-iters", "precision"),
+    "batch": ("micro-batch-size", "global-batch-size", "train-iters", "train-tokens", "precision"),
     "parallelism": ("layout", "tensor-model-parallel-size", "pipeline-model-parallel-size", "zero-stage"),
-    "learning rate": ("lr", "lr-warmup-iters", "lr-decay-style"),
+    "learning rate": ("recipe", "lr", "lr-warmup-iters", "lr-decay-style"),
     "saving": ("save", "load"),
     "logging": ("log-dir",),
 }

@@ -66,7 +66,8 @@ COMING: set[str] = set()
 # 178: --data-stages.
 # 179: --packing.
 # 181: --decay-from and --decay-iters.
-NUM_OPTIONS = 181
+# 183: --train-tokens and --recipe.
+NUM_OPTIONS = 183
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -232,7 +233,7 @@ def test_help_has_the_flags_of_a_normal_run_in_order(capsys: pytest.CaptureFixtu
         text = unboxed(capsys.readouterr().out)
         shown = re.findall(r" --([a-z0-9-]+) (?:INT|FLOAT|STR|\[STR|\{)", text.split("The other flags")[0])
         assert shown == [flag for group in NORMAL.values() for flag in group]
-        assert len(shown) == 22 and f"--help-all shows {NUM_OPTIONS + 2 - len(FAMILY)}." in text
+        assert len(shown) == 24 and f"--help-all shows {NUM_OPTIONS + 2 - len(FAMILY)}." in text
         assert {flag for flag in flags() if not re.search(rf"--{flag}(?![-a-z])", text)} == {*FAMILY}
         assert "(default: 0.0003)" in text and "Peak learning rate." in text
 
