@@ -31,7 +31,7 @@ class Options:
     tokens: int = 0
     """Tokens of training. 0: those of the recipe."""
     multiples: tuple[float, ...] = (0.5, 0.25, 0.125, 0.0625, 0.03125)
-    """Of the recipe's learning rate, after a run with that rate."""
+    """Learning rates of the runs behind the first, as multiples of the recipe's."""
     flags: str = "--architecture llama"
     """Further flags of the runs."""
     data: Path = ROOT / "runs" / "quickstart" / "shakespeare_text_document"
