@@ -46,13 +46,12 @@ def read_command(argv: list[str]) -> tuple[Command, World]:
         if not plans(command.config.plan):
             world = read_world()
             log_as(world.rank, world.size)
-        for note in command.notes:
-            log.info(note)
         if command.config.training.recipe == "auto":
             from megazero.command.follow_recipe import follow_recipe
 
             command = follow_recipe(command)
-            log.info(command.notes[-1])
+        for note in command.notes:
+            log.info(note)
         check_values(command.config)
     except ValueError as error:
         log.error(f"error: {error}")

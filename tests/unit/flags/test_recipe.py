@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+import pretrain_gpt
 from megazero.command.follow_recipe import follow_recipe
 from megazero.flags.cli import Command, read
 from megazero.flags.flag_names import value_of
 from megazero.flags.recipe import power_lines_decay, step_law_batch, step_law_rate
 from megazero.flags.validate import check_values
+from tests.helpers.programs import warm
 from tests.helpers.table import for_each
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --vocab-size 257"
@@ -162,3 +164,16 @@ def test_a_recipe_without_a_law_is_refused(flags: str, said: str) -> None:
 def test_a_missing_vocabulary_is_left_to_a_later_check() -> None:
     command = read("--num-layers 2 --recipe auto".split())
     assert follow_recipe(command) == command
+
+
+def test_a_prediction_shows_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    pretrain_gpt.main([*MODEL.split(), "--recipe", "auto", "--plan", "--device-type", "cpu"])
+    printed = capsys.readouterr().out
+    iterations = values(ready(f"{MODEL} --recipe auto"), "train-iters")[0]
+    assert "--recipe auto: N = " in printed and f"--train-iters {iterations}" in printed
+
+
+@pytest.mark.second
+def test_a_recipe_without_data_is_refused_as_any_run() -> None:
+    done = warm("pretrain_gpt.py", "--recipe", "auto")
+    assert done.returncode == 1 and done.stderr.startswith("error: --data-path is missing")
