@@ -31,7 +31,7 @@ class ModelSize(NamedTuple):
     active: int
 
 
-class Chosen(NamedTuple):
+class RecipeValue(NamedTuple):
     """The value of a flag, and its source. `kept`: the command gives it."""
 
     flag: str
@@ -59,7 +59,7 @@ def power_lines_decay(n: float, d: float, batch: float, rate: float) -> float:
     return batch / (rate * share * d)
 
 
-def recipe(config: Config, kept: Collection[str], size: ModelSize) -> list[Chosen]:
+def recipe(config: Config, kept: Collection[str], size: ModelSize) -> list[RecipeValue]:
     """Return the value of every flag of the recipe.
 
     Args:
@@ -69,12 +69,12 @@ def recipe(config: Config, kept: Collection[str], size: ModelSize) -> list[Chose
         ValueError: no law is known for the optimizer, or the flags that are kept leave the tokens open.
     """
     _check(config, kept)
-    found, seq, n = list[Chosen](), config.model.seq_length, size.blocks
+    found, seq, n = list[RecipeValue](), config.model.seq_length, size.blocks
 
     def choose(flag: str, value: Any, source: str) -> Any:
         is_kept = flag in kept
         value = value_of(config, flag) if is_kept else float(f"{value:.3g}") if isinstance(value, float) else value
-        found.append(Chosen(flag, value, "given" if is_kept else source, is_kept))
+        found.append(RecipeValue(flag, value, "given" if is_kept else source, is_kept))
         return value
 
     if "train-iters" in kept:
@@ -128,12 +128,12 @@ def _check(config: Config, kept: Collection[str]) -> None:
         )
 
 
-def with_recipe(config: Config, chosen: list[Chosen]) -> Config:
+def with_recipe(config: Config, chosen: list[RecipeValue]) -> Config:
     """Return the configuration of a recipe. It is one without --recipe and --train-tokens."""
     return with_values(config, {"recipe": "none", "train-tokens": 0, **{each.flag: each.value for each in chosen}})
 
 
-def recipe_words(config: Config, chosen: list[Chosen], size: ModelSize) -> str:
+def recipe_words(config: Config, chosen: list[RecipeValue], size: ModelSize) -> str:
     """Return the table of a recipe, a line for each flag. config: with the recipe."""
     tokens = config.training.train_iters * config.training.global_batch_size * config.model.seq_length
     lines = [f"--recipe auto: N = {size.blocks:,} parameters of blocks, D = {tokens:,} tokens"]

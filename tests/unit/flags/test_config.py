@@ -516,8 +516,8 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ),
     ({"lr_warmup_iters": 9, "train_iters": 9, "lr_decay_style": "cosine"}, 1, 9, "--lr-warmup-iters 9 .* decay longer"),
     ({"mock_data": True}, 1, 0, "--mock-data needs --vocab-size, the number of tokens to draw from, such as"),
-    ({"mock_data": True, "data_path": ("a",)}, 1, 9, "--mock-data with --data-path a: the data is random .* drop one"),
-    ({"mock_data": True, "data_args_path": "f"}, 1, 9, "--mock-data with --data-args-path f: the data is random"),
+    ({"mock_data": True, "data_path": ("a",)}, 1, 9, "--mock-data with --data-path a: the data is made up .* drop one"),
+    ({"mock_data": True, "data_args_path": "f"}, 1, 9, "--mock-data with --data-args-path f: the data is made up"),
     (
         {"mock_data": True, "eval_interval": 5, "eval_iters": 0},
         1,
