@@ -20,12 +20,14 @@ examples:
 from __future__ import annotations
 
 import datetime
+import functools
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -38,6 +40,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import BYTES
 from megazero.files import explain
+from megazero.flags.help import with_whole_lines
 from megazero.optional import missing_package
 from megazero.run.run_state import RunState, other_folder, tokenizer_for
 from megazero.units import size
@@ -353,9 +356,11 @@ COMMANDS: dict[type, Callable[..., int]] = {
 
 def run_checkpoint_tool(argv: list[str]) -> int:
     """Run a command line, and return the exit code."""
+    kinds = [with_whole_lines(kind) if {"--help", "-h"} & {*argv} else kind for kind in COMMANDS]
+    one_of_them: Any = functools.reduce(operator.or_, kinds)
     try:
         chosen = tyro.cli(
-            List | Verify | Show | Export | Import | Upcycle | Merge,
+            one_of_them,
             args=argv,
             prog=program_name("scripts/checkpoint.py"),
             description=in_own_words(__doc__),
