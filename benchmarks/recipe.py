@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
-"""Validation losses of small models around the learning rate of --recipe auto, on the plays of the quickstart.
+"""Losses of small models around the learning rate of --recipe auto, on the plays of the quickstart.
+
+The loss is the mean over the last tenth of the iterations. If the tokens are fewer than the corpus has (1.8 million of
+the 90 % that are trained on), each is seen once, so it is a loss on unseen text.
 
 `bash scripts/quickstart.sh` makes the corpus before. One process of one thread per run. Example:
 
-    python -m benchmarks.recipe --layers 2 --hidden 64 --tokens 4000000
+    python -m benchmarks.recipe --layers 2 --hidden 64 --tokens 300000
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,10 +43,10 @@ class Options:
 
 
 def train(options: Options, *more: object) -> tuple[float, float, float]:
-    """Return the learning rate, the weight decay and the validation loss at the end of a run."""
+    """Return the learning rate, the weight decay and the loss at the end of a run."""
     flags = f"--num-layers {options.layers} --hidden-size {options.hidden} --seq-length 128 --micro-batch-size 8"
     flags += f" --num-attention-heads {options.hidden // 32} --recipe auto --log-interval 1000 {options.flags}"
-    flags += f" --split 90,10,0 --eval-interval {10**6} --eval-iters 40"
+    flags += " --split 90,10,0"
     words = [*flags.split(), *map(str, more), "--data-path", str(options.data)]
     words += ["--train-tokens", str(options.tokens)] if options.tokens else []
     with tempfile.TemporaryDirectory() as folder:
@@ -52,13 +56,13 @@ def train(options: Options, *more: object) -> tuple[float, float, float]:
         if done.returncode:
             raise RuntimeError(done.stdout + done.stderr)
         given = tomllib.loads((Path(folder) / "config.toml").read_text())
-        last = json.loads((Path(folder) / "metrics.jsonl").read_text().splitlines()[-1])
-    return given["lr"], given["weight-decay"], last["validation_loss"]
+        losses = [json.loads(line)["loss"] for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return given["lr"], given["weight-decay"], statistics.mean(losses[-(len(losses) // 10) :])
 
 
 def main(options: Options) -> None:
     """Print the table."""
-    print("| learning rate | of the recipe's | weight decay | validation loss |\n|---|---|---|---|")
+    print("| learning rate | of the recipe's | weight decay | loss |\n|---|---|---|---|")
     rate = 0.0
     for multiple in (1, *options.multiples):
         lr, decay, loss = train(options, *(["--lr", f"{multiple * rate:.3g}"] if rate else []))

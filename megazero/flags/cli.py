@@ -65,8 +65,7 @@ class Command(NamedTuple):
         args: the command line with foreign flags translated, without the flags of the preset.
         given: names of the flags, without dashes, that the command line, its preset or a config.json sets.
         notes: lines that report translated foreign flags, accepted ones without effect, and ignored retired ones.
-        dropped: flags of the preset that do not count, because --layout auto or --recipe auto chooses them, or the
-            command line has another flag for the length of the run.
+        dropped: flags of the preset that do not count, because --layout auto chooses them.
     """
 
     config: Config
@@ -139,7 +138,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         if stop.code and notes:  # the message names the translation of a foreign flag
             log.error("\n".join(notes))
         raise
-    given, dropped = frozenset(values) | names_of(args), frozenset[str]()
+    given, dropped, replaced = frozenset(values) | names_of(args), frozenset[str](), frozenset[str]()
     if config.parallel.elastic and "layout" not in given:
         config = with_values(config, {"layout": "auto"})
     if config.parallel.layout == "auto" and {"layout", "elastic"} & names_of(args):
@@ -148,19 +147,19 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         if lost := " ".join(as_flag(flag, values[flag]) for flag in LAYOUT_FLAGS if flag in dropped):
             notes.append(f"--layout auto chooses the layout, without {lost} of --preset {name}; name a flag to keep it")
     if config.training.recipe == "auto" and "recipe" in names_of(args):
-        left_out = given & {*RECIPE_FLAGS} - names_of(args)
-        dropped |= left_out
-        config = with_values(config, {name: flags()[name].default for name in left_out})
-        if lost := " ".join(as_flag(flag, values[flag]) for flag in RECIPE_FLAGS if flag in left_out):
+        replaced = given & {*RECIPE_FLAGS} - names_of(args)
+        config = with_values(config, {name: flags()[name].default for name in replaced})
+        if lost := " ".join(as_flag(flag, values[flag]) for flag in RECIPE_FLAGS if flag in replaced):
             notes.append(f"--recipe auto chooses the run, without {lost} of --preset {name}; name a flag to keep it")
     config, branched = branch(config, names_of(args))
     config, counted = count_iterations(config, names_of(args), lambda: _num_ranks(config, count_ranks))
     notes += [note for note in (branched, counted) if note]
     if TRAIN_LENGTH & names_of(args):
-        dropped |= given & TRAIN_LENGTH - names_of(args)
-    from_preset = {flag for flag, value in preset.values.items() if values[flag] == value} - names_of(args) - dropped
+        replaced |= given & TRAIN_LENGTH - names_of(args)
+    given -= dropped | replaced
+    from_preset = {flag for flag, value in preset.values.items() if values[flag] == value} & given - names_of(args)
     config, changes = give_way(config, name, from_preset, names_of(args))
-    return Command(config=config, args=args, given=given - dropped, notes=[*notes, *changes], dropped=dropped)
+    return Command(config=config, args=args, given=given, notes=[*notes, *changes], dropped=dropped)
 
 
 def _num_ranks(config: Config, count_ranks: Callable[[], int]) -> int:

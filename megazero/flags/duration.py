@@ -23,11 +23,11 @@ def count_iterations(config: Config, typed: Collection[str], num_ranks: Callable
         ValueError: the command line gives both flags, or stages or a branch, which have a length of their own.
     """
     training, tokens = config.training, config.training.train_tokens
-    if not tokens or config.training.recipe == "auto":
-        return config, ""
     given = f"--train-tokens {tokens}"
     if {"train-iters", "train-tokens"} <= {*typed}:
         raise ValueError(f"{given} and --train-iters {training.train_iters}: give one of them")
+    if not tokens or training.recipe == "auto":
+        return config, ""
     if "train-iters" in typed:
         return with_values(config, {"train-tokens": 0}), ""
     for flag, is_set in (("--data-stages", config.data.data_stages), ("--decay-from", config.checkpoint.decay_from)):

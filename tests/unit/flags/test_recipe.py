@@ -79,6 +79,7 @@ def test_the_command_lines_length_replaces_that_of_a_preset(tmp_path: Path) -> N
     ("flags", "said"),
     [
         ("--train-tokens 9 --train-iters 3", "^--train-tokens 9 and --train-iters 3: give one of them$"),
+        ("--train-tokens 9 --train-iters 3 --recipe auto", "^--train-tokens 9 and --train-iters 3: give one of them$"),
         ("--train-tokens 9 --data-stages a.toml", "^--train-tokens 9 with --data-stages: .* --train-iters instead$"),
         ("--train-tokens 9 --decay-from a/iter_0000001 --decay-iters 3 --save b", "^--train-tokens .*leave out"),
     ],
