@@ -1,4 +1,4 @@
-"""The command that writes the page of a run, or one page of several, or serves it: `megazero report`, also scripts/report.py."""
+"""`megazero report`, also scripts/report.py: the command that writes the page of a run or of several, or serves it."""
 
 from __future__ import annotations
 
