@@ -179,6 +179,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "num_ids": 257,
         "corpus": As("Trainer.datasets.train_tokens"),
         "auto": "",
+        "stages": [WHOLE],
     },
     "details": {
         "config": CONFIG,
@@ -249,6 +250,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "config": CONFIG,
         "mesh": MESH,
         "clock": As("TrainingRun.clock"),
+        "text": Kind("dict"),
     },
     "open_writers": {
         "config": CONFIG,
