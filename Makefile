@@ -36,7 +36,7 @@ chaos:  ## 100 kills, 20 full disks and 1,000 damages at random, then 200 chains
 	$(BIN)/python -m tests.chaos
 	$(BIN)/python -m tests.chains
 
-fuzz:  ## megazero-verify on random models and layouts, each resumed in another layout: an hour
+fuzz:  ## megazero verify on random models and layouts, each resumed in another layout: an hour
 	$(BIN)/python -m tests.fuzz
 
 mutate:  ## plant the faults of tests/mutations.toml, then single-token faults in the step's modules: a night

@@ -87,8 +87,8 @@ def _training(flags: str, asks: str, title: str, seconds: float, gpus: int, env:
 
 
 def _proof(title: str, flags: str, then: str = "", gpus: int = 0) -> Part:
-    """Make a part that runs megazero-verify."""
-    asks = "Does megazero-verify pass, in fp64 and in 16 bit? If not, which operation differs first?"
+    """Make a part that runs megazero verify."""
+    asks = "Does megazero verify pass, in fp64 and in 16 bit? If not, which operation differs first?"
     words = ("scripts/verify.py", *flags.split(), "--then", then)
     return Part(title, asks, words, 180, gpus, rehearsed=True)
 

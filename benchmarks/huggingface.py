@@ -33,7 +33,7 @@ import resource, sys, time
 from pathlib import Path
 import transformers.models.auto.modeling_auto, transformers.models.gpt2.configuration_gpt2
 from transformers import AutoConfig, GPT2Config, GenerationConfig
-from scripts.checkpoint import Export, Import, export_checkpoint, import_checkpoint
+from megazero.console.checkpoint_tool import Export, Import, export_checkpoint, import_checkpoint
 here, peak = Path(sys.argv[1]), lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before, start = peak(), time.perf_counter()
 export_checkpoint(Export(here / "run", here / "export", tokenizer="none"))

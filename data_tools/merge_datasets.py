@@ -157,4 +157,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_tool(main, PROGRAM)

@@ -3,13 +3,15 @@
 import shlex
 from collections.abc import Sequence
 
+from megazero.called_as import in_own_words
+
 # Values of --input that are shown; a shell's glob may have given thousands.
 SHOWN_INPUTS = 3
 
 
 def print_next(purpose: str, words: Sequence[str]) -> None:
     """Print a purpose and its command, quoted for a shell."""
-    print(f"{purpose}:\n  {shlex.join(words)}")
+    print(f"{purpose}:\n  {in_own_words(shlex.join(words))}")
 
 
 def to_preprocess(inputs: Sequence[str], output: str, json_keys: Sequence[str], input_format: str) -> None:

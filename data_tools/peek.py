@@ -214,9 +214,9 @@ def main(arguments: Sequence[str]) -> None:
         print(f"wrote {options.html}")
 
 
-def command() -> None:
-    """Run as a script, or as the console command megazero-peek."""
-    run_tool(main)
+def command(arguments: Sequence[str] | None = None) -> None:
+    """Run as a program; `arguments` are by default those of the process."""
+    run_tool(main, PROGRAM, arguments)
 
 
 if __name__ == "__main__":

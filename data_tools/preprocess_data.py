@@ -376,10 +376,10 @@ def main(arguments: Sequence[str]) -> None:
     preprocess(options)
 
 
-def command() -> None:
-    """Run as a script, or as the console command megazero-preprocess."""
+def command(arguments: Sequence[str] | None = None) -> None:
+    """Run as a program; `arguments` are by default those of the process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # --workers 1 is one core, too
-    run_tool(main)
+    run_tool(main, PROGRAM, arguments)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from megazero.called_as import in_own_words, program_name
 from megazero.files import explain
+from megazero.flags.cli import read_flags
 from megazero.optional import missing_package
 
 if TYPE_CHECKING:
@@ -25,27 +26,21 @@ def parse(options: type[Options], arguments: Sequence[str], program: str) -> Opt
     Raises:
         ValueError: a value has a null character, which no file name can have.
     """
-    import tyro
-
-    if {"--help", "-h"} & {*arguments}:
-        from megazero.flags.help import with_whole_lines
-
-        options = with_whole_lines(options)
-    found = tyro.cli(options, args=list(arguments), prog=program)
+    found = read_flags(options, list(arguments), f"data_tools/{program}")
     for name, value in vars(found).items():
         if "\0" in "".join(value) if isinstance(value, tuple) else "\0" in str(value):
             raise ValueError(f"--{name.replace('_', '-')} {value!r}: contains a null character; remove it")
     return found
 
 
-def run_tool(main: Callable[[Sequence[str]], None]) -> None:
-    """Run a tool's `main(arguments)`. An error is reported in one line and an exit code.
+def run_tool(main: Callable[[Sequence[str]], None], program: str, arguments: Sequence[str] | None = None) -> None:
+    """Run a tool's `main(arguments)`, by default those of the process. An error is one line and an exit code.
 
     2 for a ValueError, 1 for an error of the system (a full disk), 130 after an interrupt.
     """
-    name, code, line = Path(sys.argv[0]).name, 0, ""
+    name, code, line = program_name(f"data_tools/{program}"), 0, ""
     try:
-        main(sys.argv[1:])
+        main(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
     except ValueError as error:
         code, line = 2, f"error: {error}{_notes(error)}"
@@ -62,7 +57,7 @@ def run_tool(main: Callable[[Sequence[str]], None]) -> None:
         code, line = 130, f"interrupted, {error if error.args else 'nothing was written'}"
     if code:
         if line:
-            print(f"{name}: {line}".replace("\n", " "), file=sys.stderr, flush=True)
+            print(f"{name}: {in_own_words(line)}".replace("\n", " "), file=sys.stderr, flush=True)
         sys.exit(code)
 
 

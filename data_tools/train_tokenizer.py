@@ -200,5 +200,10 @@ def main(arguments: Sequence[str]) -> None:
     to_preprocess(options.input, options.output, options.json_keys, options.input_format)
 
 
+def command(arguments: Sequence[str] | None = None) -> None:
+    """Run as a program; `arguments` are by default those of the process."""
+    run_tool(main, PROGRAM, arguments)
+
+
 if __name__ == "__main__":
-    run_tool(main)
+    command()

@@ -13,6 +13,8 @@ import contextlib
 import logging
 import sys
 
+from megazero.called_as import in_own_words
+
 log = logging.getLogger("megazero")
 
 
@@ -24,7 +26,7 @@ class Console(logging.Handler):
         self.rank, self.world_size = rank, world_size
 
     def emit(self, record: logging.LogRecord) -> None:
-        text, stream = record.getMessage(), sys.stderr
+        text, stream = in_own_words(record.getMessage()), sys.stderr
         if record.levelno >= logging.ERROR:
             text = f"rank {self.rank}: {text}" if self.world_size > 1 else text
         elif self.rank > 0:

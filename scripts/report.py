@@ -1,10 +1,5 @@
 #!/usr/bin/env python3
-"""Write report.html of a run, or one page that compares several, or serve it: curves, numbers, options. Examples:
-
-python scripts/report.py runs/a
-python scripts/report.py runs/a runs/b --output comparison.html
-python scripts/report.py runs/a runs/b --serve
-"""
+"""Write report.html of a run, or one page of several, or serve it: `megazero report`. `--help` has examples."""
 
 import sys
 from pathlib import Path

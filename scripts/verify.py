@@ -1,10 +1,5 @@
 #!/usr/bin/env python3
-"""Prove that a layout trains the same model as one process; also installed as megazero-verify. `--help` has examples.
-
-python scripts/verify.py --preset zero-100b --world-size 400
-"""
-
-from __future__ import annotations
+"""Prove that a layout trains the same model as one process: `megazero verify`. `--help` has examples."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Random layouts under megazero-verify: `make fuzz`, or `python -m tests.fuzz --seed 7 --pairs 100`.
+"""Random layouts under megazero verify: `make fuzz`, or `python -m tests.fuzz --seed 7 --pairs 100`.
 
 A pair is a model with all options of its training, a layout of up to eight ranks, and another layout that resumes from
 it. Options are drawn one after the other from the tables below; one that the command line refuses is left out. A pair
@@ -140,7 +140,7 @@ class Draw:
         self.shapes = [(pp, dp, cp, tp) for pp, dp, cp, tp in sizes if 1 < pp * dp * cp * tp <= max_world]
 
     def pair(self) -> Wanted:
-        """Draw a run in a layout, and the layout that resumes from it, which `megazero-verify` accepts."""
+        """Draw a run in a layout, and the layout that resumes from it, which `megazero verify` accepts."""
         while True:
             model = self.model()
             first, second = self.layout(model), self.layout(model)

@@ -1,8 +1,8 @@
-"""Random single-token faults under megazero-verify: `python -m tests.random_faults --seed 0 --faults 60`.
+"""Random single-token faults under megazero verify: `python -m tests.random_faults --seed 0 --faults 60`.
 
 The tokens are those of functions of the engine that dense models run in `LINES`, which all pass without a fault. A
 fault is planted in all processes, and verified by the first two lines that run its function. Prints each fault, and
-whether megazero-verify fails. A fault that it misses may change no result: read it.
+whether megazero verify fails. A fault that it misses may change no result: read it.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def functions_of(wanted: Wanted) -> set[tuple[str, str]]:
 
 
 def result(place: Place, wanted: Wanted) -> str:
-    """Return how megazero-verify fails with a fault; empty: it passes."""
+    """Return how megazero verify fails with a fault; empty: it passes."""
 
     def late(*_: Any) -> None:
         raise TimeoutError("no end")

@@ -1,4 +1,4 @@
-"""Generate docs/results/silent_bugs.md: silent bugs of other systems, planted here, and whether megazero-verify fails.
+"""Generate docs/results/silent_bugs.md: silent bugs of other systems, planted here, and whether megazero verify fails.
 
 python -m benchmarks.reports.silent_bugs
 """
@@ -21,7 +21,7 @@ HEAD = """\
 
 A silent bug trains another model without an error. `python -m benchmarks.reports.silent_bugs` writes this page from
 [`tests/silent_bugs.toml`](../../tests/silent_bugs.toml). For each bug, it plants an equivalent fault in our code, and
-runs `megazero-verify` on a small layout. The last column has the first sentence of its verdict. Without a fault,
+runs `megazero verify` on a small layout. The last column has the first sentence of its verdict. Without a fault,
 each of these layouts passes. Dates are of issues, pull requests or comments in them. * marks a thread that was not
 read.
 
@@ -37,7 +37,7 @@ COLUMNS = [
     "effect",
     "why not here",
     "planted in",
-    "`megazero-verify` alone catches it",
+    "`megazero verify` alone catches it",
 ]
 
 
@@ -79,7 +79,7 @@ def page(bugs: list[SilentBug]) -> Iterator[str]:
         rows.append([where, bug.date, bug.wrong, bug.effect, bug.ours, planted, words])
     yield HEAD
     yield markdown(COLUMNS, rows)
-    yield f"\n\n**{caught} of {len(bugs)}** are caught by `megazero-verify` alone.\n"
+    yield f"\n\n**{caught} of {len(bugs)}** are caught by `megazero verify` alone.\n"
     if caught < len(bugs):
         yield f"\n{UNNOTICED}"
 

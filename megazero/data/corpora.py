@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from megazero.data.about import BLOCK_BYTES, SAMPLED_BYTES, read_about, verify
 from megazero.data.blending import BlendedDataset
 from megazero.data.fingerprint import fingerprint
 from megazero.data.indexed import IndexedDataset
-from megazero.data.mock import MockSamples
+from megazero.data.mock import MockSamples, mock_loss_floor
 from megazero.data.packing import Filling, PackedDataset
 from megazero.data.samples import SPLITS, GPTDataset, Samples, WholeSplit, require_vocabulary, split_ranges
 from megazero.data.tokenizer import Tokenizer
@@ -70,8 +69,8 @@ class Datasets:
         split: the one that the run reads.
         """
         if isinstance(self.train, MockSamples):
-            floor = log(self.train.vocab_size)
-            return [f"--mock-data: tokens are made up; the loss goes to ln(--vocab-size) = {floor:.4f}"]
+            floor = mock_loss_floor(self.train.vocab_size)
+            return [f"--mock-data: tokens are made up; the loss falls from ln(--vocab-size), to {floor:.4f} at best"]
         return [*self._masked(), *self._packed(split), *self._divided(), *self.continued]
 
     def _packed(self, split: str) -> list[str]:

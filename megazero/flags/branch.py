@@ -31,7 +31,7 @@ def branch(config: Config, typed: Collection[str]) -> tuple[Config, str]:
     name = re.fullmatch(r"iter_(\d{7,})", source.name)
     if name is None:
         raise ValueError(f"{given} is not a checkpoint; name one, as in --decay-from {source}/iter_0001000")
-    for flag in (*SETS, "finetune"):
+    for flag in (*SETS, "train-tokens", "finetune"):
         if flag in typed:
             raise ValueError(f"--{flag} and {given}: the branch has its own; leave out --{flag}")
     if save.resolve() in (source.resolve(), source.resolve().parent):
@@ -40,6 +40,6 @@ def branch(config: Config, typed: Collection[str]) -> tuple[Config, str]:
         )
     last = int(name[1]) + options.decay_iters
     flags = dict(zip(SETS, (options.save, last, "wsd", last, options.decay_iters), strict=True))
-    config = with_values(config, {**flags, "finetune": False})
+    config = with_values(config, {**flags, "finetune": False, "train-tokens": 0})
     words = " ".join(as_flag(flag, value) for flag, value in flags.items() if flag != "load")
     return config, f"{given} --decay-iters {options.decay_iters}: a branch, with {words}; it resumes from {save}"

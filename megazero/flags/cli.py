@@ -13,17 +13,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from megazero.called_as import in_own_words, program_name
 from megazero.engine.options.limits import check_text
 from megazero.engine.options.schema import Config
 from megazero.flags.branch import branch
+from megazero.flags.duration import count_iterations
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, to_toml, toml_value, value_of, with_values
 from megazero.flags.foreign.translate import OWN_WORDS, refusals, split_items, translate
 from megazero.flags.giving_way import give_way
 from megazero.flags.help import show_normal, with_whole_lines
 from megazero.flags.presets import Preset, over_defaults, read_preset
+from megazero.flags.recipe import RECIPE_FLAGS
+from megazero.flags.validate import plans
 from megazero.log import log
 
-PROGRAM = "pretrain_gpt.py"
+SCRIPT = "pretrain_gpt.py"
+TRAIN_LENGTH = frozenset({"train-iters", "train-tokens"})  # the command line's replaces that of a preset
 Own = TypeVar("Own")
 
 
@@ -105,7 +110,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
     import tyro
 
     if "--help" in argv or "-h" in argv:
-        show_normal(PROGRAM)
+        show_normal(program_name(SCRIPT), bool({"--plan", "--plan-search"} & {*argv}))
     argv = ["--help" if word == "--help-all" else word for word in argv]
     name = _last_value(argv, "preset")
     check_text("preset", name, is_path=True)
@@ -127,13 +132,13 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         defaults = with_whole_lines(defaults)
     try:
         config = tyro.cli(
-            type(defaults), default=defaults, args=args, prog=PROGRAM, config=(tyro.conf.OmitArgPrefixes,)
+            type(defaults), default=defaults, args=args, prog=program_name(SCRIPT), config=(tyro.conf.OmitArgPrefixes,)
         )
     except SystemExit as stop:
         if stop.code and notes:  # the message names the translation of a foreign flag
             log.error("\n".join(notes))
         raise
-    given, dropped = frozenset(values) | names_of(args), frozenset[str]()
+    given, dropped, replaced = frozenset(values) | names_of(args), frozenset[str](), frozenset[str]()
     if config.parallel.elastic and "layout" not in given:
         config = with_values(config, {"layout": "auto"})
     if config.parallel.layout == "auto" and {"layout", "elastic"} & names_of(args):
@@ -141,11 +146,28 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         config = with_values(config, {name: flags()[name].default for name in dropped})
         if lost := " ".join(as_flag(flag, values[flag]) for flag in LAYOUT_FLAGS if flag in dropped):
             notes.append(f"--layout auto chooses the layout, without {lost} of --preset {name}; name a flag to keep it")
+    if config.training.recipe == "auto" and "recipe" in names_of(args):
+        replaced = given & {*RECIPE_FLAGS} - names_of(args)
+        config = with_values(config, {name: flags()[name].default for name in replaced})
+        if lost := " ".join(as_flag(flag, values[flag]) for flag in RECIPE_FLAGS if flag in replaced):
+            notes.append(f"--recipe auto chooses the run, without {lost} of --preset {name}; name a flag to keep it")
     config, branched = branch(config, names_of(args))
-    notes += [branched] if branched else []
-    from_preset = {flag for flag, value in preset.values.items() if values[flag] == value} - names_of(args) - dropped
+    config, counted = count_iterations(config, names_of(args), lambda: _num_ranks(config, count_ranks))
+    notes += [note for note in (branched, counted) if note]
+    if TRAIN_LENGTH & names_of(args):
+        replaced |= given & TRAIN_LENGTH - names_of(args)
+    given -= dropped | replaced
+    from_preset = {flag for flag, value in preset.values.items() if values[flag] == value} & given - names_of(args)
     config, changes = give_way(config, name, from_preset, names_of(args))
-    return Command(config=config, args=args, given=given - dropped, notes=[*notes, *changes], dropped=dropped)
+    return Command(config=config, args=args, given=given, notes=[*notes, *changes], dropped=dropped)
+
+
+def _num_ranks(config: Config, count_ranks: Callable[[], int]) -> int:
+    """Return the ranks of a prediction, of a rehearsal, or those that were started."""
+    rehearsed = config.plan.rehearse.partition(":")[0]
+    if plans(config.plan):
+        return config.plan.world_size or 1
+    return int(rehearsed) if rehearsed.isdecimal() else count_ranks()
 
 
 def _sources(args: list[str], preset: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -179,14 +201,27 @@ def _values(argv: list[str], flag: str) -> list[str]:
     return [item.values[0] for item in split_items(argv) if item.name == flag and item.values]
 
 
-def read_own(kind: type[Own], argv: list[str], program: str) -> tuple[Own, list[str]]:
+def read_own(kind: type[Own], argv: list[str], script: str) -> tuple[Own, list[str]]:
     """Read the flags of another program, a dataclass; return them, and the words that are not among them.
+
+    Args:
+        script: of the program, as `called_as.SUBCOMMANDS` names it.
 
     Raises:
         SystemExit: --help, or a value that is wrong; the message is printed.
     """
     import tyro
 
-    text = inspect.getdoc(kind)  # tyro alone drops examples
+    text, program = in_own_words(inspect.getdoc(kind) or ""), program_name(script)  # tyro alone drops examples
     options, rest = tyro.cli(kind, args=argv, prog=program, description=text, return_unknown_args=True)
     return options, list(rest)
+
+
+def read_flags(kind: type[Own], argv: list[str], script: str) -> Own:
+    """Read the flags of another program, all words of its command line. As `read_own`."""
+    import tyro
+
+    text, program = in_own_words(inspect.getdoc(kind) or ""), program_name(script)
+    if {"--help", "-h"} & {*argv}:
+        kind = with_whole_lines(kind)
+    return tyro.cli(kind, args=argv, prog=program, description=text)

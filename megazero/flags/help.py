@@ -9,19 +9,23 @@ import textwrap
 import typing
 from typing import Annotated, Any
 
-from megazero.engine.options.schema import Config
+from megazero.called_as import in_own_words
+from megazero.engine.options.schema import Config, PlanConfig
 from megazero.flags.flag_names import Flag, flags
 
 # The flags of a normal run, in the order in which one thinks of them.
 NORMAL = {
     "data": ("data-path", "tokenizer"),
     "model": ("preset", "hf-config", "num-layers", "hidden-size", "num-attention-heads", "seq-length"),
-    "batch": ("micro-batch-size", "global-batch-size", "train-iters", "precision"),
+    "batch": ("micro-batch-size", "global-batch-size", "train-iters", "train-tokens", "precision"),
     "parallelism": ("layout", "tensor-model-parallel-size", "pipeline-model-parallel-size", "zero-stage"),
-    "learning rate": ("lr", "lr-warmup-iters", "lr-decay-style"),
+    "learning rate": ("recipe", "lr", "lr-warmup-iters", "lr-decay-style"),
     "saving": ("save", "load"),
     "logging": ("log-dir",),
 }
+
+# More of them for --plan and --plan-search.
+PLANNING = {"predictions": ("plan", "plan-search", "world-size", "device-type", "mtbf")}
 
 # Flags of the model that only a family, a preset or a config.json sets. They are valid everywhere, but no help lists
 # them: docs/results/flags.md does.
@@ -66,17 +70,20 @@ DEVICE_DEFAULTS = {
 WRAPPER = textwrap.TextWrapper(100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
-def show_normal(program: str) -> None:
-    """Print the help of the flags of a normal run, and the names of the others.
+def show_normal(program: str, plans: bool = False) -> None:
+    """Print the help of the flags of a normal run, or of predictions, and the names of the others.
 
     Raises:
         SystemExit: always, with code 0.
     """
-    usual = [name for names in NORMAL.values() for name in names]
-    print(f"usage: {program} [FLAGS]\n\n{inspect.cleandoc(Config.__doc__ or '')}\n")
-    print(f"These are the {len(usual)} flags of a normal run; --help-all shows {len(flags()) + 2 - len(FAMILY)}.")
+    groups = PLANNING | NORMAL if plans else NORMAL
+    usual = [name for names in groups.values() for name in names]
+    text = (PlanConfig if plans else Config).__doc__ or ""
+    print(f"usage: {program} [FLAGS]\n\n{in_own_words(inspect.cleandoc(text))}\n")
+    kind, count = "prediction" if plans else "run", len(flags()) + 2 - len(FAMILY)
+    print(f"These are the {len(usual)} flags of a normal {kind}; --help-all shows {count}.")
     print("Flags of Megatron-LM, DeepSpeed and Hugging Face are understood: docs/megatron.md.")
-    for title, names in NORMAL.items():
+    for title, names in groups.items():
         print(f"\n{title}:", *map(_described, names), sep="\n")
     print("\nThe other flags, which --help-all explains:")
     for group in dict.fromkeys(flag.group for flag in flags().values()):
@@ -89,12 +96,12 @@ def show_normal(program: str) -> None:
 def _described(name: str) -> str:
     """Return a flag with its values, its help and its default."""
     flag = flags().get(name, Flag("", str, "", None))
-    values = {int: "INT", float: "FLOAT", str: "STR", tuple[str, ...]: "[STR ...]"}.get(flag.kind)
-    values = values or f"{{{','.join(map(str, typing.get_args(flag.kind)))}}}"
+    values = {int: "INT", float: "FLOAT", str: "STR", tuple[str, ...]: "[STR ...]", bool: ""}.get(flag.kind)
+    values = f"{{{','.join(map(str, typing.get_args(flag.kind)))}}}" if values is None else values
     text = help_of(name)
     if default := DEVICE_DEFAULTS.get(name, flag.default):
         text += f" (default: {default})"
-    return f"  --{name} {values}\n{WRAPPER.fill(f'  {text}')}"
+    return f"  --{name} {values}".rstrip() + f"\n{WRAPPER.fill(f'  {text}')}"
 
 
 def help_of(name: str) -> str:
@@ -108,7 +115,7 @@ def _texts(options: type) -> dict[str, str]:
     import docstring_parser
 
     params = docstring_parser.parse_from_object(options).params
-    return {param.arg_name: " ".join((param.description or "").split()) for param in params}
+    return {param.arg_name: in_own_words(" ".join((param.description or "").split())) for param in params}
 
 
 def with_whole_lines(options: Any) -> Any:
@@ -132,6 +139,6 @@ def with_whole_lines(options: Any) -> Any:
         metadata = {"help": texts[field.name]} if texts.get(field.name) else {}
         defaults: dict[str, Any] = {"default": field.default, "default_factory": field.default_factory}
         fields.append((field.name, hint, dataclasses.field(**defaults, metadata=metadata)))
-    namespace = {"__doc__": kind.__doc__}
+    namespace = {"__doc__": in_own_words(kind.__doc__ or "")}
     made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=True, namespace=namespace)
     return made if instance is None else made(**(vars(instance) | parts))

@@ -287,12 +287,12 @@ def _check_data(config: Config) -> None:
     for name in ("data-path", "data-args-path"):
         if data.mock_data and (corpora := value_of(config, name)):
             raise ValueError(
-                f"--mock-data with {shorten(as_flag(name, corpora))}: the data is random or comes from corpora; drop "
+                f"--mock-data with {shorten(as_flag(name, corpora))}: the data is made up or comes from corpora; drop "
                 "one of them"
             )
     if data.mock_data and data.packing != "split":
         raise ValueError(
-            f"--packing {data.packing} with --mock-data: random tokens have no documents to pack; drop one of them"
+            f"--packing {data.packing} with --mock-data: made-up tokens have no documents to pack; drop one of them"
         )
     if data.mock_data and not evaluation.eval_iters and (evaluation.eval_interval or evaluation.eval_only):
         raise ValueError("--eval-iters 0 evaluates a whole split, and those of --mock-data are endless; use 10")

@@ -66,8 +66,9 @@ class InferenceModel:
         return KVCache(num_sequences, capacity, self.mesh.cp)
 
     @torch.no_grad()
-    def logits(self, new: Sequence[NewTokens], cache: KVCache) -> torch.Tensor | None:
+    def logits(self, new: Sequence[NewTokens], cache: KVCache | None) -> torch.Tensor | None:
         """Return [b, v] after the last new token of each sequence, on the last stage. Cache row i is sequence i."""
+        assert cache is not None, "new_cache makes one"
         device, cp = self.mesh.device, self.mesh.cp
         deals = [cache.dealt(len(one.ids), device) for one in new]
         own = [

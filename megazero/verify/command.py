@@ -1,4 +1,4 @@
-"""The command `megazero-verify`."""
+"""The command `megazero verify`, also scripts/verify.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megazero.log import log
 if TYPE_CHECKING:  # the module imports torch, for which --help does not wait
     from megazero.verify.verification import Proof
 
-PROGRAM = "megazero-verify"
+SCRIPT = "scripts/verify.py"
 PASSED, FAILED, REFUSED = 0, 1, 2  # exit codes
 
 
@@ -30,9 +30,9 @@ class Options:
     the plan, and a resume in the middle. docs/run.md explains the table.
 
     Examples:
-        megazero-verify --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --zero-stage 1
-        megazero-verify --preset zero-100b --world-size 400
-        megazero-verify --preset tiny --zero-stage 3 --then "--zero-stage 1 --tensor-model-parallel-size 2"
+        python scripts/verify.py --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --zero-stage 1
+        python scripts/verify.py --preset zero-100b --world-size 400
+        python scripts/verify.py --preset tiny --zero-stage 3 --then "--zero-stage 1 --tensor-model-parallel-size 2"
 
     Exit codes: 0 it is the same model; 1 something differs, or a rank failed; 2 bad flags.
     """
@@ -56,7 +56,7 @@ def own_options(argv: list[str]) -> tuple[Options, list[str]]:
     if "--then" in words[:-1]:  # its value begins with dashes
         at = words.index("--then")
         words[at : at + 2] = [f"--then={words[at + 1]}"]
-    return read_own(Options, words, PROGRAM)
+    return read_own(Options, words, SCRIPT)
 
 
 def main(argv: list[str]) -> int:
@@ -116,5 +116,5 @@ def verdict_of(proof: Proof) -> str:
 
 
 def command() -> None:
-    """Run as the console command megazero-verify."""
+    """Run as the older command megazero-verify."""
     sys.exit(main(sys.argv[1:]))

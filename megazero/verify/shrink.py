@@ -39,6 +39,7 @@ FEW_TOKENS = 5  # of a chunk of the loss: several chunks, of which the last is s
 WIDTH, BLOCKED_WIDTH = 8, 32  # of a head; the second where 32 neighbours of a row share an exponent
 # Flags that change no result of a step; those of a run around its steps are dropped with their groups.
 WITHOUT_EFFECT = {"compile": False, "matmul-backend": "torch", "elastic": "", "deterministic-mode": False}
+WITHOUT_EFFECT |= {"train-tokens": 0, "recipe": "none"}
 # Flags whose change is reported, besides those of the model. Others follow from them.
 SHOWN = ("micro-batch-size", "global-batch-size", "rampup-batch-size", "pipeline-split", "freeze-parameters")
 UNSAID = ("init-method-std", "rope-trained-length", "max-position-embeddings")

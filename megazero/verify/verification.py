@@ -41,7 +41,7 @@ Run = tuple[Config, Layout]
 
 
 class Wanted(NamedTuple):
-    """A command line to verify. The fields are flags of `megazero-verify`, but `flags` are the run's."""
+    """A command line to verify. The fields are flags of `megazero verify`, but `flags` are the run's."""
 
     flags: list[str]
     world_size: int = 0
@@ -114,7 +114,7 @@ def make_runs(wanted: Wanted, precision: str, size: int = 1) -> tuple[Runs, Run]
     reals = [real]
     if wanted.then:
         batch = ["--global-batch-size", str(real[0].training.global_batch_size)]  # for any number of replicas
-        resumed, words = read_own(Resumed, shlex.split(wanted.then), "megazero-verify --then")
+        resumed, words = read_own(Resumed, shlex.split(wanted.then), "verify.py --then")
         ranks = resumed.world_size or wanted.world_size
         reals.append(real_run([*wanted.flags, *batch, *words], ranks, wanted.steps)[0])
         same = [name for name, flag in flags().items() if flag.group in ("model", "optimizer", "training")]

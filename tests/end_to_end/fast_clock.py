@@ -1,4 +1,4 @@
-"""scripts/launch_ranks.py on a machine whose clock is ahead. Words: the seconds, then those of launch_ranks.py."""
+"""launch_ranks.py on a machine whose clock is ahead. Words: the seconds, then those of launch_ranks.py."""
 
 import datetime
 import importlib
@@ -18,7 +18,7 @@ class Fast(datetime.datetime):
         return datetime.datetime.fromtimestamp(now() + ahead, tz)
 
 
-program = Path(__file__).parents[2] / "scripts" / "launch_ranks.py"
+program = Path(__file__).parents[2] / "megazero" / "cluster" / "launch_ranks.py"
 sys.path.insert(0, str(program.parent))
 signed_state = importlib.import_module("megazero.cluster.elastic.signed_state")
 time.time = lambda: now() + ahead

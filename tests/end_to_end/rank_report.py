@@ -8,6 +8,7 @@ import argparse
 import datetime
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -49,6 +50,8 @@ def main() -> int:
     rank, world_size, local_rank = coordinates()
     total = rank + 1 if world_size == 1 or args.alone else sum_of_ranks(rank, world_size)
     report = {"rank": rank, "world_size": world_size, "local_rank": local_rank, "total": total}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    report |= {"open_files": soft, "most_open_files": hard}
     report |= {"host": socket.gethostname(), "argv": sys.argv[1:], "tty": sys.stdout.isatty()}
     for name in (
         "SLURM_CPU_BIND_TYPE",

@@ -105,7 +105,7 @@ def test_the_first_loss_is_transformers_own(model_type: str, layout: str, theirs
     assert abs(record["loss"] - loss_of_theirs(folder, corpus)) < 1e-5
     assert record["iteration"] == 1 and f"loaded the weights of {folder}" in done.stdout + done.stderr
     # without an update, the checkpoint has the weights bit for bit, as an import has them
-    from scripts.checkpoint import Import, import_checkpoint
+    from megazero.console.checkpoint_tool import Import, import_checkpoint
 
     assert import_checkpoint(Import(folder, tmp_path / "imported")) == 0
     ours, wanted = (read_checkpoint(tmp_path / name) for name in ("run/iter_0000001", "imported/iter_0000000"))

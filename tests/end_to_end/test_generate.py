@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from megazero.console.generate_tool import GenerateOptions as Options
+from megazero.console.generate_tool import generate_texts
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.plan.layout.topology import Layout
 from megazero.generation.generate import Generator
 from megazero.generation.model import InferenceModel
 from megazero.generation.sampling import Sampling
 from megazero.run.run_state import RunState
-from scripts.generate import Options
-from scripts.generate import main as generate
+from megazero.world import read_world
 from tests.end_to_end.cli import pretrain
 from tests.helpers.ranks import Ranks
 from tests.helpers.rings import by_default
@@ -97,7 +98,7 @@ def ours(capsys: pytest.CaptureFixture[str], folder: Path, prompt: list[int], **
     """The texts of scripts/generate.py as tokens, without the prompt."""
     text = " ".join(f"w{i}" for i in prompt)
     capsys.readouterr()
-    generate(Options(load=str(folder / "saved"), prompt=(text,), **options))
+    generate_texts(Options(load=str(folder / "saved"), prompt=(text,), **options), read_world())
     texts = [tokens_of(part) for part in capsys.readouterr().out.split("-" * 40) if part.strip()]
     assert all(tokens[: len(prompt)] == prompt for tokens in texts)
     return [tokens[len(prompt) :] for tokens in texts]
@@ -206,7 +207,7 @@ def words(ids: list[int]) -> str:
 
 def printed_json(capsys: pytest.CaptureFixture[str], **options: Any) -> list[dict[str, Any]]:
     capsys.readouterr()
-    generate(Options(json=True, **options))
+    generate_texts(Options(json=True, **options), read_world())
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -272,7 +273,7 @@ def test_prompts_of_a_file(run, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("absent.txt", "absent.txt: No such file"),
     ):
         with pytest.raises(ValueError, match=said):
-            generate(Options(prompt_file=str(tmp_path / name), **options))
+            generate_texts(Options(prompt_file=str(tmp_path / name), **options), read_world())
 
 
 @pytest.mark.parametrize(
@@ -295,7 +296,7 @@ def test_prompts_of_a_file(run, tmp_path: Path, capsys: pytest.CaptureFixture[st
 )
 def test_bad_options_are_refused(flags: dict[str, Any], said: str, run) -> None:
     with pytest.raises(ValueError, match=said):
-        generate(Options(load=str(run[0] / "saved"), **flags))
+        generate_texts(Options(load=str(run[0] / "saved"), **flags), read_world())
 
 
 def test_a_tokenizer_of_fewer_tokens_is_refused(run, tmp_path: Path) -> None:
@@ -305,13 +306,13 @@ def test_a_tokenizer_of_fewer_tokens_is_refused(run, tmp_path: Path) -> None:
         f"--tokenizer {tokenizer} has {WORDS - 1} tokens, and the one of the run, .*, {WORDS}: .*leave --tokenizer out"
     )
     with pytest.raises(ValueError, match=said):
-        generate(Options(load=str(run[0] / "saved"), tokenizer=str(tokenizer)))
+        generate_texts(Options(load=str(run[0] / "saved"), tokenizer=str(tokenizer)), read_world())
 
 
 def test_a_hugging_face_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=f"a Hugging Face model: .* import --from hf {tmp_path} --output DIR"):
-        generate(Options(load=str(tmp_path)))
+        generate_texts(Options(load=str(tmp_path)), read_world())
 
 
 def on_a_rank(rank: int, path: Path, layout: Layout, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megazero.checkpoint import find, streaming
+from megazero.console.checkpoint_tool import Export, Import, export_checkpoint, import_checkpoint
 from megazero.data.tokenizer import PROBE, load_tokenizer
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.context import MicroBatchInfo
@@ -23,7 +24,6 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.generation.model import InferenceModel
 from megazero.interop.huggingface.families import family_of
 from megazero.run.run_state import RunState, run_tokenizer
-from scripts.checkpoint import Export, Import, export_checkpoint, import_checkpoint
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import write_tokenizer
 from tests.helpers.rounding import model_tolerance

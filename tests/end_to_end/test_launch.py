@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ RANK_REPORT = Path(__file__).with_name("rank_report.py")
 
 
 def launch(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", LAUNCH, *arguments]
+    command = ["bash", "-c", 'ulimit -S -n 256; exec "$@"', "-", "bash", LAUNCH, *arguments]
     env = environment(**env)
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
@@ -46,6 +47,8 @@ def test_ranks_meet_and_log_under_the_log_dir(tmp_path):
         assert rank["argv"] == ["--lr", "1e-3", "--log-dir", "my run", "--name", "a  b", ""]
         assert int(rank["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
         assert rank["TORCH_FR_DUMP_TEMP_FILE"] == "my run/nccl_trace_rank_"
+        most = rank["most_open_files"]
+        assert rank["open_files"] == (65536 if most == resource.RLIM_INFINITY else min(most, 65536))
     assert done.stdout.count('"total": 3') == 1 and done.stdout.startswith("{")  # rank 0 alone, without a prefix
     assert done.stderr == ""  # torchrun prints nothing
 

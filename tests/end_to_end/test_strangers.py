@@ -75,7 +75,7 @@ def one_machine(folder: Path) -> Iterator[WarmProgram]:
     """launch.sh --nproc 2, whose ranks count in a file."""
     words = [folder / "ranks", "", "--nnodes", 1, "--nproc-per-node", 2, "--role", "", "--redirects", 3]
     out = folder / "out.log"
-    run = WarmProgram("scripts/launch_ranks.py", [*words, STAND_IN, folder, 10**6], {}, (out, out))
+    run = WarmProgram("megazero/cluster/launch_ranks.py", [*words, STAND_IN, folder, 10**6], {}, (out, out))
     try:
         until(lambda: count(folder) > 0, run, folder)
         yield run

@@ -80,7 +80,7 @@ class ElasticRun:
         words += [self.program, self.folder, *self.flags]
         if self.ahead:
             return WarmProgram("tests/end_to_end/fast_clock.py", [self.ahead, *words], env, (out, out))
-        return WarmProgram("scripts/launch_ranks.py", words, env, (out, out))
+        return WarmProgram("megazero/cluster/launch_ranks.py", words, env, (out, out))
 
     def processes(self, name: str) -> list[int]:
         """The agent of a node, then its rank."""

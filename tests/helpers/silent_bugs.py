@@ -23,7 +23,7 @@ class SilentBug(NamedTuple):
         ours: the reason why our design has no such bug.
         flags, world: the run that is verified with the fault; 0: as many ranks as the flags need.
         read: the thread was read.
-        test: fails with the fault planted, if megazero-verify does not; empty: none was tried.
+        test: fails with the fault planted, if megazero verify does not; empty: none was tried.
     """
 
     where: tuple[str, ...]
@@ -38,7 +38,7 @@ class SilentBug(NamedTuple):
     test: str
 
     def verify(self, planted: bool = True) -> Proof:
-        """Run megazero-verify with the fault, or without it."""
+        """Run megazero verify with the fault, or without it."""
         prepare = functools.partial(plant, self.fault) if planted else None
         return Verification(Wanted(self.flags.split(), self.world), prepare).run()
 

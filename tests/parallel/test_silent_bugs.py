@@ -1,4 +1,4 @@
-"""`megazero-verify` fails with silent bugs of other systems planted; docs/results/silent_bugs.md has all."""
+"""`megazero verify` fails with silent bugs of other systems planted; docs/results/silent_bugs.md has all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megazero-verify` on real ranks: layouts that train the same model pass, and planted faults are found and named."""
+"""`megazero verify` on real ranks: layouts that train the same model pass, and planted faults are found and named."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ class DataConfig:
     reset_position_ids: bool = False
     """Restart positions at 0 after each end-of-document token."""
     mock_data: bool = False
-    """Train on random tokens instead of --data-path, to try a layout. Needs --vocab-size or --tokenizer."""
+    """Train on made-up tokens instead of --data-path, to try a layout. Most tokens follow from the one before, so that
+    the loss falls (docs/run.md). Needs --vocab-size or --tokenizer."""
     skip_samples: str = ""
     """A:B leaves out samples A to B - 1. To pass a loss spike, load an earlier checkpoint and skip the samples of the
     spike, by their consumed_samples in metrics.jsonl."""
@@ -187,7 +188,10 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Predictions for a cluster, made on any machine: no GPU, no data and no other ranks are needed."""
+    """Predictions for a cluster, made on any machine: no GPU, no data and no other ranks are needed.
+
+    Example: python pretrain_gpt.py --plan --preset gpt2-1.5b --world-size 16 --device-type h100-80gb
+    """
 
     plan: bool = False
     """Predict the memory, traffic and step time of this run on --world-size devices, print them, write plan.json and

@@ -31,6 +31,13 @@ class TrainingConfig:
     that it reaches --global-batch-size after SAMPLES samples of training."""
     train_iters: Positive = 1000
     """Iterations to train in total. A resumed run continues the count."""
+    train_tokens: Annotated[int, Bounds(0, 10**17, "no corpus has as many")] = 0
+    """Instead of --train-iters: tokens to train on in total, rounded up to whole iterations. 0: --train-iters."""
+    recipe: Literal["none", "auto"] = "none"
+    """auto: choose the global batch, the learning rate and its schedule, weight decay, AdamW's decay rates and the
+    length of the run (20 tokens a parameter, unless --train-tokens is given) from the model's size by published laws,
+    docs/recipes.md. The start prints each value with its source, and config.toml has them. Flags of the command line
+    keep their values; those of a preset do not count. For adamw and muon."""
     seed: Annotated[int, Bounds(-(2**63), 2**63 - 1, "seeds are 64-bit")] = 1234
     """Seed of initial weights, data order and dropout. The same seed gives the same run in every layout."""
     precision: Precision = "fp32"

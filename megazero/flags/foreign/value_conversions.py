@@ -166,10 +166,17 @@ def linear_scaling(flag: ForeignFlag) -> list[str]:
 
 
 def train_length(flag: ForeignFlag) -> list[str]:
-    """--train-iters: samples, or tokens / --seq-length, / --global-batch-size, rounded down; the shorter of both"""
-    per_sample = {"train-samples": 1, "train-tokens": max(1, flag.get_whole("seq-length"))}
-    samples = [flag.number_of(name, "") / per for name, per in per_sample.items() if name in flag.foreign]
-    return ["--train-iters", str(max(1, int(flag.iterations(min(samples)))))]
+    """--train-iters: samples / --global-batch-size, rounded down; nothing if --train-tokens are fewer"""
+    tokens, samples = flag.get_whole("train-tokens"), flag.number()
+    if tokens and tokens > samples * flag.get_whole("seq-length"):
+        raise Refused(f"--train-tokens {tokens} are more, and the shorter one counts; drop --train-tokens")
+    return [] if tokens else ["--train-iters", str(max(1, int(flag.iterations(samples))))]
+
+
+def _length(flag: ForeignFlag) -> int:
+    """Return the iterations of the run."""
+    tokens, seq = flag.get_whole("train-tokens"), max(1, flag.get_whole("seq-length"))
+    return math.ceil(flag.iterations(tokens / seq)) if tokens else flag.get_whole("train-iters")
 
 
 def in_iterations(flag: ForeignFlag) -> list[str]:
@@ -185,8 +192,8 @@ def warmup_fraction(flag: ForeignFlag) -> list[str]:
     if not 0 <= share <= 1:
         raise Refused(f"{flag.value} is not a fraction; --lr-warmup-iters takes iterations")
     if flag.name == "warmup-ratio":  # 0 leaves it to --warmup_steps
-        return ["--lr-warmup-iters", str(math.ceil(share * flag.get_whole("train-iters")))] if share else []
-    total = flag.get_whole("lr-decay-iters") or flag.get_whole("train-iters")
+        return ["--lr-warmup-iters", str(math.ceil(share * _length(flag)))] if share else []
+    total = flag.get_whole("lr-decay-iters") or _length(flag)
     return ["--lr-warmup-iters", str(round(share * total))]
 
 
@@ -313,14 +320,14 @@ def interval(flag: ForeignFlag) -> list[str]:
     """--eval-interval, --save-interval, --log-interval; below 1 a fraction of --train-iters"""
     ours = {"eval-steps": "eval-interval", "save-steps": "save-interval", "logging-steps": "log-interval"}[flag.name]
     asked = flag.number()
-    return [f"--{ours}", str(round(asked * flag.get_whole("train-iters")) if 0 < asked < 1 else flag.whole())]
+    return [f"--{ours}", str(round(asked * _length(flag)) if 0 < asked < 1 else flag.whole())]
 
 
 def evaluation(flag: ForeignFlag) -> list[str]:
     """with --do-train: --eval-interval of --train-iters, once at the end, unless it is given"""
     if not flag.on() or flag.get_whole("eval-interval") or "eval-only" in flag.ours:
         return []
-    last = flag.get_whole("train-iters")
+    last = _length(flag)
     if "do-train" not in flag.foreign:
         raise Refused(
             f"--eval-only --load DIR evaluates a checkpoint alone, --eval-interval {last} the trained model; give one"

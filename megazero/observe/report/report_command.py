@@ -1,4 +1,4 @@
-"""The command that writes the page of a run, or one page of several, or serves it: scripts/report.py."""
+"""`megazero report`, also scripts/report.py: the command that writes the page of a run or of several, or serves it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Annotated
 import tyro
 
 from megazero.files import explain, replace_file
+from megazero.flags.cli import read_flags
 from megazero.log import log
 from megazero.observe.report.comparison import comparison
 from megazero.observe.report.page import REPORT, page
@@ -30,6 +31,11 @@ class ReportOptions:
     """Write report.html of a run, or one page that compares several: curves, numbers and options. It needs no network.
 
     A run keeps its own report.html; this makes one for a run that was killed, or is older.
+
+    examples:
+      python scripts/report.py runs/a
+      python scripts/report.py runs/a runs/b --output comparison.html
+      python scripts/report.py runs/a runs/b --serve
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -44,7 +50,7 @@ class ReportOptions:
 
 def write_reports(argv: list[str]) -> int:
     """Run a command line, and return the exit code."""
-    options = tyro.cli(ReportOptions, args=argv)
+    options = read_flags(ReportOptions, argv, "scripts/report.py")
     try:
         if not options.runs:
             raise ValueError("no run is named; give the --log-dir folder of one or more")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
+from megazero.called_as import in_own_words
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, value_of
@@ -50,7 +51,7 @@ def run_search(config: Config, argv: list[str], console: Console) -> list[Plan]:
     if missing := _to_add(config):
         console.print(f"to train, add {missing} to one of these lines:", highlight=False)
     for plan in plans[:PRINTED]:
-        console.print(search_command(plan, config, argv), soft_wrap=True, highlight=False, markup=False)
+        console.print(in_own_words(search_command(plan, config, argv)), soft_wrap=True, highlight=False, markup=False)
     return plans
 
 

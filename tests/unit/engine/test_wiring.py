@@ -1,23 +1,21 @@
 """Lines that call a part: every argument of the parts that a run is put together from, at values that are no default.
 
-A run is made in this process, by `pretrain_gpt.main` and `scripts/generate.py`, with all of its real parts. The
+A run is made in this process, by `pretrain_gpt.main` and `generate_texts`, with all of its real parts. The
 arguments of each are noted, and compared with a table, which must have an entry for every parameter.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 import pretrain_gpt
+from megazero.console.generate_tool import GenerateOptions, generate_texts
 from megazero.engine.kernels.kernel_table import EAGER
 from megazero.engine.kernels.matmul import TORCH
 from megazero.engine.model.stage import declare
@@ -33,7 +31,6 @@ from tests.unit.data_helpers import write_corpus
 pytestmark = pytest.mark.second
 
 
-ROOT = Path(__file__).resolve().parents[3]
 MODEL = (
     "--num-layers 3 --hidden-size 16 --ffn-hidden-size 40 --num-attention-heads 2 --seq-length 8 --vocab-size 260 "
     "--init-method-std 0.05 --precision fp64 --tokenizer byte --micro-batch-size 2 --global-batch-size 4 "
@@ -65,21 +62,12 @@ PARTS = """
     megazero.engine.step.engine:upload_step megazero.engine.step.engine:learning_rate
     megazero.engine.step.engine:rank_spec megazero.data.loader:ThreadPoolExecutor megazero.data.corpora:BlendedDataset
 """.split()
-GENERATION = """
-    generate:Sampling generate:Generator generate:InferenceModel generate:tokenizer_for generate:packed_prompts
-    generate:Mesh.build generate:resolve megazero.cluster.launch:start megazero.cluster.launch:stop
+TOOL = "Sampling Generator InferenceModel tokenizer_for packed_prompts Mesh.build resolve".split()
+GENERATION = [f"megazero.console.generate_tool:{name}" for name in TOOL]
+GENERATION += """
+    megazero.cluster.launch:start megazero.cluster.launch:stop
     megazero.generation.model:Stage megazero.generation.model:Context megazero.generation.model:KVCache
 """.split()
-
-
-def load_script() -> ModuleType:
-    """scripts/generate.py as the module `generate`."""
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "scripts/generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["generate"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Runs:
@@ -113,12 +101,12 @@ class Runs:
             pretrain_gpt.main(f"{MODEL} {data} {only}".split())
         self.evaluated = json.loads((folder / "evaluated/metrics.jsonl").read_text())
         with pytest.MonkeyPatch.context() as inner:
-            self.generation, script = Notes(inner), load_script()
+            self.generation = Notes(inner)
             for part in GENERATION:
                 self.generation.of(part)
             flags = {"max_new_tokens": 3, "temperature": 0.7, "top_k": 9, "top_p": 0.6, "seed": 5, "batch_size": 2}
-            options = script.Options(str(folder / "save"), ("b",), num_samples=3, **flags)
-            script.run(options, World(0, 1, 0, "single"))
+            options = GenerateOptions(str(folder / "save"), ("b",), num_samples=3, **flags)
+            generate_texts(options, World(0, 1, 0, "single"))
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +179,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "num_ids": 257,
         "corpus": As("Trainer.datasets.train_tokens"),
         "auto": "",
+        "stages": [WHOLE],
     },
     "details": {
         "config": CONFIG,
@@ -261,6 +250,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "config": CONFIG,
         "mesh": MESH,
         "clock": As("TrainingRun.clock"),
+        "text": Kind("dict"),
     },
     "open_writers": {
         "config": CONFIG,

@@ -16,9 +16,10 @@ from tests.helpers.table import for_each
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 # 20,000 until mixture of experts had its pages, 20,750 until optimizers and their states had theirs, 22,000 until files
-# of states, and runs on fewer nodes than they began with, 23,500 until nodes came back, 24,300 until `megazero-verify`,
-# 24,450 until each chapter of extending.md ended with it, 24,560 until multi-token prediction, 24,800 until fine-tuning
-MAX_WORDS = 26_700
+# of states, and runs on fewer nodes than they began with, 23,500 until nodes came back, 24,300 until `megazero verify`,
+# 24,450 until each chapter of extending.md ended with it, 24,560 until multi-token prediction, 24,800 until
+# fine-tuning, 26,700 until recipes, 27,300 until running averages and live reports
+MAX_WORDS = 27_750
 # Programs of `benchmarks/reports` write these pages whole; of other pages they write marked blocks.
 GENERATED = {
     "results/families.md",
@@ -89,7 +90,9 @@ def test_the_summary_of_the_readme_is_that_of_the_quickstart() -> None:
 def test_flags_of_the_pages_exist() -> None:
     """Ours, those of other systems with an answer, and those of scripts and benchmarks, but none that is retired."""
     sources = [
-        path for folder in ("scripts", "data_tools", "benchmarks", "tests") for path in (ROOT / folder).rglob("*")
+        path
+        for folder in ("scripts", "data_tools", "benchmarks", "tests", "megazero/console")
+        for path in (ROOT / folder).rglob("*")
     ]
     text = "\n".join(path.read_text() for path in sources if path.suffix in (".py", ".sh", ".sbatch"))
     known = {

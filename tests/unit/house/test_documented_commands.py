@@ -8,7 +8,6 @@ import io
 import itertools
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,8 @@ import pytest
 import pytest.__main__
 import tyro
 
+from megazero.called_as import SUBCOMMANDS
+from megazero.console.program_tool import program_options
 from megazero.flags.cli import read
 from megazero.flags.flag_names import flags
 from megazero.verify.command import own_options
@@ -34,7 +35,12 @@ SUBMITTED = {
     "scripts/slurm/preprocess.sbatch": "data_tools/preprocess_data.py",
 }
 OPEN = {"...", "FLAGS"}  # the reader adds flags of his own here
-STARTS = "python|bash|sbatch|megazero-[a-z]+"
+STARTS = "python|bash|sbatch|megazero"
+SCRIPT_OF = {f"megazero {name}": script for script, name in SUBCOMMANDS.items()}
+OF_RUNS = {
+    "scripts/verify.py": own_options,
+    "scripts/print_program.py": program_options,
+}  # with flags of runs
 
 
 def commands(text: str) -> Iterator[str]:
@@ -71,13 +77,17 @@ def _fault_of_command(words: list[str]) -> str:
         program = words[0].removeprefix("PROGRAM=") if words[0].startswith("PROGRAM=") else program
         words = words[1:]
     first, *rest = words or [""]
-    if first.startswith("megazero-"):
-        scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-        if first not in scripts:
-            return f"{first}: no such command in pyproject.toml"
-        if first == "megazero-verify":
-            return _fault_of_program(PRETRAIN, own_options(rest)[1])
-        return _fault_of_program(scripts[first].partition(":")[0].replace(".", "/") + ".py", rest)
+    if first == "megazero":
+        name, *rest = rest
+        if name == "plan":
+            name, rest = "train", ["--plan", *rest]
+        if f"megazero {name}" not in SCRIPT_OF:
+            return f"megazero {name}: no such command"
+        if not rest:  # it is mentioned
+            return ""
+        if name == "launch" and rest[0] in ("train", "generate"):
+            program, rest = SCRIPT_OF[f"megazero {rest[0]}"], rest[1:]
+        first, rest = "python", [SCRIPT_OF[f"megazero {name}"], *rest]
     if first == "sbatch":
         while rest and rest[0].startswith("-"):
             rest = rest[1:]
@@ -101,6 +111,9 @@ def _fault_of_command(words: list[str]) -> str:
 def _fault_of_program(program: str, words: list[str]) -> str:
     if not program.endswith(".py") or "--help" in words:
         return ""
+    if program in OF_RUNS:
+        numbers = ["1" if word in ("N", "R") else word for word in words]
+        program, words = PRETRAIN, OF_RUNS[program](numbers)[1]
     unfinished = any(word in OPEN for word in words)
     words = [word for word in words if word not in OPEN]
     printed = io.StringIO()
@@ -170,7 +183,7 @@ def test_the_commands_are_found() -> None:
         "--eval-only",
         "export --to hf",
         "sbatch ",
-        "megazero-pretrain",
+        "megazero verify",
     ):
         assert any(part in line for line in found), part
 
@@ -188,7 +201,9 @@ def test_the_commands_are_found() -> None:
         ("python scripts/checkpoint.py exports runs/a --output b", "exports"),
         ("python data_tools/merge_datasets.py --inputs ...", "--inputs"),
         ("python benchmarks/zero.py --stages 3 --round 8", "benchmarks/zero.py has no --round"),
-        ("megazero-pretrian --preset tiny", "no such command"),
+        ("megazero trian --preset tiny", "no such command"),
+        ("megazero train --num-layerz 4", "num-layerz"),
+        ("megazero launch generate --nproc 2 --load a --promt x", "promt"),
         ("python scripts/gone.py --load a", "scripts/gone.py: no such file"),
         ("python -m megazero.gone", "megazero/gone.py: no such file"),
     ],

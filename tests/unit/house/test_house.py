@@ -153,6 +153,8 @@ def only_the_log_prints(sources: Sources) -> Iterator[str]:
 
 PRINTERS = {"print", "sys.stdout.write", "sys.stderr.write"}
 PRINTING = {"log", "verify.command", "cluster.elastic.node_agent", "flags.help", "command.rehearsal.rehearsal_report"}
+PRINTING |= {"cluster.launcher", "cluster.launch_ranks", "console.commands"}
+PRINTING |= {f"console.{name}_tool" for name in ("checkpoint", "generate", "program", "report")}
 
 
 def a_class_name_has_one_meaning(sources: Sources) -> Iterator[str]:

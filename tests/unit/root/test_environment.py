@@ -93,7 +93,10 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-@for_each("program", ["pretrain_gpt", "scripts.generate", "data_tools.preprocess_data", "scripts.measure_device"])
+@for_each(
+    "program",
+    ["pretrain_gpt", "megazero.console.generate_tool", "data_tools.preprocess_data", "scripts.measure_device"],
+)
 def test_a_program_sets_its_defaults_before_it_imports_torch(program: str) -> None:
     done = python(f"{AT_IMPORT_OF_TORCH}\nimport {program}, torch")
     assert (done.returncode, done.stdout) == (0, "1000\n"), done.stderr

@@ -1,4 +1,4 @@
-"""`megazero-verify` without ranks: runs are shrunk to the same shape, and bad input is refused in a sentence."""
+"""`megazero verify` without ranks: runs are shrunk to the same shape, and bad input is refused in a sentence."""
 
 from __future__ import annotations
 

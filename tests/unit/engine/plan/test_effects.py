@@ -141,6 +141,8 @@ SEEN = {
     "moe-router-group-topk": "unit/engine/model/test_expert_scores.py",
     "moe-router-topk-scaling-factor": "unit/engine/model/test_expert_scores.py",
     "seed": "end_to_end/test_reference_run.py",
+    "train-tokens": "unit/flags/test_recipe.py",
+    "recipe": "unit/flags/test_recipe.py",
     "rampup-batch-size": "parallel/test_resume_layouts.py",
     "max-skipped-iterations": "parallel/test_run_life.py",
     "matmul-backend": "unit/engine/kernels/test_matmul.py",

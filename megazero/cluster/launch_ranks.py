@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""Start the ranks of one machine under torchrun, for scripts/launch.sh.
+"""The ranks of one machine under torchrun, for `launcher`.
 
 If a rank fails, its message is printed last, and its exit code is this program's. torchrun's own messages and its
 traceback go to LOG_DIR/torchrun.log.
@@ -17,15 +16,14 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from megazero.called_as import program_name
 from megazero.cluster.elastic import node_agent
 from megazero.cluster.listening import LOOPBACK, host_store
 
 LAST_LINES = 20  # of the stderr of a rank that failed without a message
 
 
-def main(log_dir: Path, wait_minutes: str, arguments: list[str]) -> int:
+def launch_ranks(log_dir: Path, wait_minutes: str, arguments: list[str]) -> int:
     """Run torchrun with `arguments`, and return the exit code. Creates `log_dir`.
 
     wait_minutes: with --elastic, how long to wait for nodes; else empty.
@@ -39,23 +37,23 @@ def main(log_dir: Path, wait_minutes: str, arguments: list[str]) -> int:
             logger.handlers = [file]
     try:
         if wait_minutes:
-            node_agent.run_agent(log_dir, arguments, 60 * float(wait_minutes), lambda error: report(error, log_dir))
+            node_agent.run_agent(log_dir, arguments, 60 * float(wait_minutes), lambda error: _report(error, log_dir))
         else:
-            run_alone(log_dir, arguments)
+            _run_alone(log_dir, arguments)
     except node_agent.Ended as end:
-        print(f"\nlaunch.sh: {end}", file=sys.stderr)
+        print(f"\n{program_name('scripts/launch.sh')}: {end}", file=sys.stderr)
         return end.code
     except ChildFailedError as error:
-        text, code = report(error, log_dir)
+        text, code = _report(error, log_dir)
         print(f"\n{text}", file=sys.stderr)
         return code
     except SignalException as error:
-        print(f"launch.sh: ended by {error.sigval.name}", file=sys.stderr)
+        print(f"{program_name('scripts/launch.sh')}: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
     return 0
 
 
-def run_alone(log_dir: Path, arguments: list[str]) -> None:
+def _run_alone(log_dir: Path, arguments: list[str]) -> None:
     """Run torchrun's `arguments` on this machine, whose ranks meet at a store that no other machine reaches.
 
     torchrun's own choice for one machine is a store at all addresses, and agents that unpickle values of its clients.
@@ -68,13 +66,13 @@ def run_alone(log_dir: Path, arguments: list[str]) -> None:
     run.main(["--log-dir", str(log_dir), *where, "--rdzv-id", name, *arguments])
 
 
-def report(error: ChildFailedError, log_dir: Path) -> tuple[str, int]:
+def _report(error: ChildFailedError, log_dir: Path) -> tuple[str, int]:
     """Return the message of the rank that failed first, and its exit code, as a shell's."""
-    rank, failure = first(error)
-    return failure_text(rank, failure, log_dir), failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    rank, failure = _first(error)
+    return _failure_text(rank, failure, log_dir), failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
 
 
-def first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first. Ranks with a message come before those without, which lost a peer."""
     explained = {rank: failure for rank, failure in error.failures.items() if failure.error_file_data}
     found = explained or error.failures
@@ -82,7 +80,7 @@ def first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     return rank, found[rank]
 
 
-def failure_text(rank: int, failure: ProcessFailure, log_dir: Path) -> str:
+def _failure_text(rank: int, failure: ProcessFailure, log_dir: Path) -> str:
     """Name the rank that failed, how, and its message or else the end of its stderr."""
     code = failure.exitcode
     how = f"was killed by {failure.signal_name()}" if code < 0 else f"ended with exit code {code}"
@@ -95,4 +93,4 @@ def failure_text(rank: int, failure: ProcessFailure, log_dir: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    sys.exit(launch_ranks(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -1,0 +1,1 @@
+"""The command `megazero` and its subcommands, also scripts of the repository. Begin with `commands`."""

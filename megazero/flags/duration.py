@@ -1,0 +1,51 @@
+"""--train-tokens as --train-iters. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from megazero.engine.options.batch_sizes import data_parallel_size
+from megazero.engine.options.schema import Config
+from megazero.flags.flag_names import with_values
+
+
+def count_iterations(config: Config, typed: Collection[str], num_ranks: Callable[[], int]) -> tuple[Config, str]:
+    """Return the configuration with the iterations that --train-tokens takes, rounded up, and a line for them.
+
+    The line is empty without --train-tokens, and with a recipe, which counts them for its own batch.
+
+    Args:
+        typed: flags of the command line, without dashes. There, one of the two flags counts, if a preset has the other.
+        num_ranks: returns the number of ranks of the run.
+
+    Raises:
+        ValueError: the command line gives both flags, or stages or a branch, which have a length of their own.
+    """
+    training, tokens = config.training, config.training.train_tokens
+    given = f"--train-tokens {tokens}"
+    if {"train-iters", "train-tokens"} <= {*typed}:
+        raise ValueError(f"{given} and --train-iters {training.train_iters}: give one of them")
+    if not tokens or training.recipe == "auto":
+        return config, ""
+    if "train-iters" in typed:
+        return with_values(config, {"train-tokens": 0}), ""
+    for flag, is_set in (("--data-stages", config.data.data_stages), ("--decay-from", config.checkpoint.decay_from)):
+        if is_set:
+            raise ValueError(f"{given} with {flag}: its samples or iterations are counted; give --train-iters instead")
+    parallel, seq = config.parallel, config.model.seq_length
+    pp, tp, cp = (
+        parallel.pipeline_model_parallel_size,
+        parallel.tensor_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    replicas = max(1, data_parallel_size(num_ranks(), pp, tp, cp)) if not training.global_batch_size else 1
+    batch = training.global_batch_size or training.micro_batch_size * replicas
+    sizes = replace(config.batch_sizes, full=batch)
+    samples, low, high = -(-tokens // seq), 0, -(-tokens // seq)
+    while low < high:  # the least number of iterations with as many samples
+        middle = (low + high) // 2
+        low, high = (low, middle) if sizes.total(middle) >= samples else (middle + 1, high)
+    total = sizes.total(low) * seq
+    line = f"{given}: {low:,} iterations of {batch:,} samples of {seq:,} tokens, rounded up to {total:,} tokens"
+    return with_values(config, {"train-iters": low}), line

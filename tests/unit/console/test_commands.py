@@ -1,0 +1,89 @@
+"""The command `megazero`: its list, its subcommands' help, and the names that messages bear."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megazero.called_as import SUBCOMMANDS, in_own_words, program_name
+from megazero.console.commands import COMMANDS, run_command
+from megazero.log import log
+from tests.helpers.programs import ROOT
+from tests.helpers.table import for_each
+
+INSTALLED = "/usr/bin/megazero"
+
+
+def test_help_lists_the_commands_from_any_folder_without_torch(tmp_path: Path) -> None:
+    code = "import sys; from megazero.console.commands import run_command as r; r(['--help']); print(*sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    *text, modules = done.stdout.splitlines()
+    assert not {"torch", "numpy", "tyro"} & {*modules.split()}, done.stderr
+    listed = [found[1] for line in text if (found := re.match(r"  (\w+) +\w", line))]
+    assert listed == list(COMMANDS) and {*SUBCOMMANDS.values(), "plan"} == {*COMMANDS}
+
+
+@for_each(
+    ("word", "hint"),
+    [("trian", "did you mean `megazero train`?"), ("zzz", "`megazero --help` lists the commands"), ("--lr", "--help")],
+)
+def test_an_unknown_command_gets_one_sentence(capsys: pytest.CaptureFixture[str], word: str, hint: str) -> None:
+    assert run_command([word]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and f"{word} is no command" in printed.err
+    assert hint in printed.err
+
+
+@for_each("name", list(COMMANDS))
+def test_a_commands_help_names_itself(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no script, which an installed package does not have."""
+    monkeypatch.setattr(sys, "argv", [INSTALLED, name, "--help"])
+    try:
+        assert run_command() == 0
+    except SystemExit as stop:
+        assert not stop.code
+    text = capsys.readouterr().out
+    assert (text if name == "launch" else text.split("usage: ")[1]).lstrip().find(f"megazero {name}") >= 0
+    assert text.count(f"megazero {name}") >= 2, text  # usage and an example
+    assert not re.findall(r"(?:python|bash) (?!-m)\S+|pretrain_gpt|preprocess_data|launch\.sh", text)
+
+
+@for_each(
+    ("text", "own"),
+    [
+        ("python pretrain_gpt.py --preset tiny", "megazero train --preset tiny"),
+        ("python pretrain_gpt.py --plan --preset tiny", "megazero plan --preset tiny"),
+        ("as --tokenizer of pretrain_gpt.py.", "as --tokenizer of megazero train."),
+        ("made by data_tools/preprocess_data.py, or", "made by megazero preprocess, or"),
+        ("(bash scripts/launch.sh --nproc 8 ...)", "(megazero launch --nproc 8 ...)"),
+        ("PROGRAM=scripts/generate.py bash scripts/launch.sh --nproc 2", "megazero launch generate --nproc 2"),
+        ("python data_tools/merge_datasets.py --input a", "python -m data_tools.merge_datasets --input a"),
+        ("scripts/slurm/pretrain.sbatch", "scripts/slurm/pretrain.sbatch"),
+    ],
+)
+def test_messages_name_the_command_that_runs(text: str, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for called, wanted in (
+        (INSTALLED, own),
+        ("megazero/__main__.py", own),
+        ("/usr/bin/megazero-verify", own),
+        ("scripts/verify.py", text),
+        ("/usr/lib/pytest/__main__.py", text),
+    ):
+        monkeypatch.setattr(sys, "argv", [called])
+        assert in_own_words(text) == wanted, called
+
+
+def test_a_script_keeps_its_name(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["scripts/verify.py"])
+    assert program_name("scripts/verify.py") == "verify.py"
+    log.error("python scripts/checkpoint.py list")
+    monkeypatch.setattr(sys, "argv", [INSTALLED, "plan"])
+    assert program_name("pretrain_gpt.py") == "megazero plan" and program_name("x/y.py") == "y.py"
+    log.error("python scripts/checkpoint.py list")
+    assert capsys.readouterr().err == "python scripts/checkpoint.py list\nmegazero checkpoint list\n"
