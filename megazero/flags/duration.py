@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megazero.engine.options.batch_sizes import data_parallel_size
 from megazero.engine.options.schema import Config
-from megazero.flags.flag_names import with_values
+from megazero.flags.flag_names import flags, with_values
 
 
 def count_iterations(config: Config, typed: Collection[str], num_ranks: Callable[[], int]) -> tuple[Config, str]:
@@ -20,7 +20,8 @@ def count_iterations(config: Config, typed: Collection[str], num_ranks: Callable
         num_ranks: returns the number of ranks of the run.
 
     Raises:
-        ValueError: the command line gives both flags, or stages or a branch, which have a length of their own.
+        ValueError: the command line gives both flags, or stages or a branch, which have a length of their own; or the
+            number is out of bounds.
     """
     training, tokens = config.training, config.training.train_tokens
     given = f"--train-tokens {tokens}"
@@ -28,6 +29,7 @@ def count_iterations(config: Config, typed: Collection[str], num_ranks: Callable
         raise ValueError(f"{given} and --train-iters {training.train_iters}: give one of them")
     if not tokens or training.recipe == "auto":
         return config, ""
+    _check("train-tokens", tokens, given)
     if "train-iters" in typed:
         return with_values(config, {"train-tokens": 0}), ""
     for flag, is_set in (("--data-stages", config.data.data_stages), ("--decay-from", config.checkpoint.decay_from)):
@@ -46,6 +48,13 @@ def count_iterations(config: Config, typed: Collection[str], num_ranks: Callable
     while low < high:  # the least number of iterations with as many samples
         middle = (low + high) // 2
         low, high = (low, middle) if sizes.total(middle) >= samples else (middle + 1, high)
+    _check("train-iters", low, f"{given}: {low} iterations of {batch} samples")
     total = sizes.total(low) * seq
     line = f"{given}: {low:,} iterations of {batch:,} samples of {seq:,} tokens, rounded up to {total:,} tokens"
     return with_values(config, {"train-iters": low}), line
+
+
+def _check(flag: str, value: int, text: str) -> None:
+    bounds = flags()[flag].bounds
+    if bounds and (complaint := bounds.complaint(value)):
+        raise ValueError(f"{text}: {complaint}")

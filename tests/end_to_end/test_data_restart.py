@@ -95,7 +95,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, small_disk: Path) -> None:
     subprocess.run(command(text, tmp_path / "whole" / "p"), cwd=ROOT, check=True, capture_output=True)
     given = [sys.executable, "data_tools/preprocess_data.py", *command(text, small_disk / "p")[3:]]
     driver = f"{DRIVER.replace('preprocess_data.main(sys.argv[1:])', 'from data_tools.tool import run_tool')}"
-    driver += "sys.argv[0] = 'preprocess_data.py'\nrun_tool(preprocess_data.main)\n"
+    driver += "sys.argv[0] = 'preprocess_data.py'\nrun_tool(preprocess_data.main, preprocess_data.PROGRAM)\n"
     done = subprocess.run([sys.executable, "-c", driver, *given[2:]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]

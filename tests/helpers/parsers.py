@@ -12,12 +12,13 @@ class Remembered:
     """`ParserSpecification.from_callable_or_type`, whose results for whole command lines are kept."""
 
     def __init__(self, make: Callable[..., ParserSpecification]) -> None:
-        self._make, self._made = make, dict[tuple[object, str], ParserSpecification]()
+        self._make, self._made = make, dict[tuple[object, str | None, str], ParserSpecification]()
 
     def __call__(self, options: Any, **how: Any) -> ParserSpecification:
         if how["intern_prefix"]:  # a part of one
             return self._make(options, **how)
-        key = options, repr(how["default_instance"])  # whose equality would be that of 1, 1.0 and True
+        # equality of the defaults would be that of 1, 1.0 and True
+        key = options, how.get("description"), repr(how["default_instance"])
         if key not in self._made:
             self._made[key] = self._make(options, **how)
         return self._made[key]

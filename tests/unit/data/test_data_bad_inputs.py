@@ -186,7 +186,7 @@ def said_by(
     cached_template.cache_clear()
     monkeypatch.setattr(sys, "argv", ["preprocess_data.py", *words])
     with pytest.raises(SystemExit) as caught:
-        tool.run_tool(main)
+        tool.run_tool(main, preprocess_data.PROGRAM)
     return int(str(caught.value.code)), capsys.readouterr().err
 
 
