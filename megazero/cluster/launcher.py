@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import resource
@@ -118,6 +119,8 @@ def _launch(asked: Asked, program: list[str]) -> int:
         raise ValueError("--rdzv-endpoint needs --elastic MIN:MAX; add it")
     log_dir = _log_dir(asked.rest)
     set_environment(int(nproc), log_dir)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # torchrun copies lines of rank 0 to it, perhaps a pipe
     # If the console is a terminal, rank 0 writes to it directly, because of its progress bar; otherwise torchrun copies
     # its lines from its files, with a prefix: the role, which is empty.
     others = "".join(f",{rank}:3" for rank in range(1, int(nproc)))
