@@ -35,4 +35,4 @@ def test_a_resume_within_an_epoch_and_an_evaluation_of_all(tmp_path: Path) -> No
     (record,) = map(json.loads, (tmp_path / "evaluated" / "metrics.jsonl").read_text().splitlines())
     assert record["targets"] == sum(max(0, len(document) - 1) for document in documents[28:])
     refused = pretrain(*FLAGS.split(), "--mock-data")
-    assert refused.returncode == 1 and "--packing best-fit with --mock-data: random tokens" in refused.stderr
+    assert refused.returncode == 1 and "--packing best-fit with --mock-data: made-up tokens" in refused.stderr
