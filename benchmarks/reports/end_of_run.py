@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks.reports.blocks import markdown, write_blocks
 from scripts import quickstart
@@ -25,9 +24,8 @@ SEEDS = (1, 2, 3)
 END, SPAN, EVERY = 400, 100, 10  # iterations
 BATCH = 8
 FLAGS = f"--preset quickstart --global-batch-size {BATCH} --eval-interval 0 --min-lr 0"
-JUDGED = "--eval-iters 50"
-AVERAGED = f"--ema-interval {EVERY} --ema-decay 0.9 --eval-interval {END} {JUDGED}"  # of about SPAN iterations
-EVALUATED = f"--eval-only {JUDGED} --global-batch-size {BATCH}"
+AVERAGED = f"--ema-interval {EVERY} --ema-decay 0.9"  # of about SPAN iterations
+EVALUATED = f"--eval-only --eval-iters 50 --global-batch-size {BATCH}"
 MERGES = {
     "the last 3, equal weights": ("mean", EVERY, 2 * EVERY),
     "all 11, equal weights": ("mean", EVERY, SPAN),
@@ -59,12 +57,7 @@ def validation_loss(load: Path, log: Path) -> float:
     """Return the loss over the first batches of the validation split, the same for all."""
     if not (log / "metrics.jsonl").exists():
         pretrain(*f"--preset quickstart {EVALUATED}".split(), "--load", load, "--log-dir", log)
-    return float(last_record(log)["validation_loss"])
-
-
-def last_record(log: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((log / "metrics.jsonl").read_text().splitlines()[-1])
-    return found
+    return float(json.loads((log / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"])
 
 
 def losses(seed: int, folder: Path) -> dict[str, float]:
@@ -83,7 +76,11 @@ def losses(seed: int, folder: Path) -> dict[str, float]:
             paths = [checkpoint(stable, at) for at in range(END - span, END + 1, every)]
             run("scripts/checkpoint.py", "merge", "--weights", weights, merged, *paths)
         found[f"merged: {name}"] = validation_loss(merged, folder / f"of-merged-{number}")
-    found["running average of every 10th iteration, decay 0.9"] = last_record(stable)["validation_loss_ema"]
+    averaged = folder / "averaged"
+    if not averaged.exists():
+        export = ["export", "--weights", "ema", "--output", averaged]
+        run("scripts/checkpoint.py", *export, checkpoint(stable, END))
+    found["running average of every 10th iteration, decay 0.9"] = validation_loss(averaged, folder / "of-averaged")
     found[f"decayed to 0 over {SPAN} iterations"] = validation_loss(checkpoint(decayed, END), folder / "of-decayed")
     return found
 
