@@ -70,7 +70,7 @@ class Datasets:
         """
         if isinstance(self.train, MockSamples):
             floor = mock_loss_floor(self.train.vocab_size)
-            return [f"--mock-data: tokens are made up; the loss falls from ln(--vocab-size), to {floor:.4f} at best"]
+            return [f"--mock-data: tokens are made up; the loss falls from ln(--vocab-size) to {floor:.4f} at best"]
         return [*self._masked(), *self._packed(split), *self._divided(), *self.continued]
 
     def _packed(self, split: str) -> list[str]:

@@ -14,7 +14,8 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.options.batch_sizes import BatchSizes
 from megazero.engine.options.schema import Config
-from megazero.engine.step.engine import Engine, StepResult
+from megazero.engine.step.engine import Engine
+from megazero.engine.step.results import StepResult
 from megazero.flags.validate import skipped_samples
 from megazero.log import log
 from megazero.observe.fragmentation import device_fragmentation

@@ -17,7 +17,8 @@ from megazero.engine.options.schema import CheckpointConfig, Config, EvaluationC
 from megazero.engine.plan.layout.layers import num_parameters, stage_units
 from megazero.engine.plan.layout.parameters import unit_layout
 from megazero.engine.plan.layout.topology import Layout
-from megazero.engine.step.engine import Engine, StepResult
+from megazero.engine.step.engine import Engine
+from megazero.engine.step.results import StepResult
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import estimate
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train

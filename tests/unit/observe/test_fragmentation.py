@@ -15,7 +15,7 @@ import torch
 
 from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.topology import Layout
-from megazero.engine.step.engine import StepResult
+from megazero.engine.step.results import StepResult
 from megazero.observe.fragmentation import Fragmentation, device_fragmentation, fragmentation
 from megazero.run import trainer
 from megazero.run.run_state import Progress
