@@ -25,7 +25,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 import torch
 
-from megazero.engine.plan.layout.regions import Region
+from megazero.checkpoint.regions import Region
 from megazero.files import OutputFile, crc32, read_regular, sync_folder
 from megazero.typed_files import decode
 

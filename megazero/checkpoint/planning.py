@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 
 from megazero.checkpoint.manifest import Manifest, StoredTensor, Tiling, dtype_name, key, torch_dtype
-from megazero.engine.plan.layout.regions import Region, Shape, coverage_fault, intersection
+from megazero.checkpoint.regions import Region, Shape, coverage_fault, intersection
+from megazero.checkpoint.shard_regions import owned_chunks, views_of
 from megazero.engine.zero.shards import LocalShard
 
 # Global shape and dtype, by name, of a tensor. A rank declares tensors of which it owns nothing, too.
@@ -49,7 +50,7 @@ class RankPlan(NamedTuple):
         for at, shard in enumerate(shards.values()):
             kind = *shard.geometry, shard.data.dtype
             if kind not in chunks_of:
-                chunks_of[kind] = tuple(shard.chunks())
+                chunks_of[kind] = tuple(owned_chunks(shard))
             if chunks_of[kind]:
                 by_chunks.setdefault(chunks_of[kind], []).append(at)
         return cls(table_of(shards), list(map(Holding, by_chunks, by_chunks.values())))
@@ -156,7 +157,7 @@ def own_chunks(plan: RankPlan, shards: Mapping[str, LocalShard], skipped: Skippe
         (key(names[at], chunk.offset), data)
         for holding in plan.holdings
         for at in holding.names
-        for chunk, data in zip(holding.chunks, shards[names[at]].views(holding.chunks), strict=True)
+        for chunk, data in zip(holding.chunks, views_of(shards[names[at]], holding.chunks), strict=True)
         if (names[at], chunk.offset) not in skipped
     ]
 

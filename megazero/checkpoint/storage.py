@@ -30,8 +30,9 @@ from megazero.checkpoint.manifest import (
     write_manifest,
 )
 from megazero.checkpoint.planning import RankPlan, Read, SaveLayout, Skipped, file_name, own_chunks, reads
+from megazero.checkpoint.regions import Region
+from megazero.checkpoint.shard_regions import owned_regions, views_of
 from megazero.checkpoint.tensor_file import host_bytes, write_safetensors
-from megazero.engine.plan.layout.regions import Region
 from megazero.engine.zero.shards import LocalShard
 from megazero.files import crc32, open_regular, sync_folder
 
@@ -154,10 +155,10 @@ class ChunkReader:
             tiling, checksums = self.manifest.tiling(name), self.manifest.tensors[name].crc32
             kind = tiling.offset, tiling.size, *shard.geometry
             if kind not in planned:
-                regions = shard.regions()
+                regions = owned_regions(shard)
                 planned[kind] = regions, reads(tiling, regions)
             regions, parts = planned[kind]
-            views = list(shard.views(regions))
+            views = list(views_of(shard, regions))
             for part in parts:
                 at = part.chunk
                 chunk = StoredChunk(tiling.regions[at], tiling.file[at], checksums[at])

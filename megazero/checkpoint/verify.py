@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megazero.checkpoint.manifest import Damaged, StoredChunk, missing_part, read_manifest, read_state_file
+from megazero.checkpoint.regions import coverage_fault
 from megazero.checkpoint.storage import ChunkReader
-from megazero.engine.plan.layout.regions import coverage_fault
 
 
 def faults(path: Path) -> Iterator[str]:

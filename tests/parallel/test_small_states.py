@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megazero import checkpoint
+from megazero.checkpoint.shard_regions import owned_regions, views_of
 from megazero.checkpoint.streaming import TensorReader
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.optim.small import Wide
@@ -109,8 +110,8 @@ def whole_states(engine: Engine) -> dict[str, torch.Tensor]:
     found = {}
     for name, shard in engine.shards().items():
         whole = torch.full(shard.global_shape, torch.nan, dtype=shard.data.dtype)
-        regions = shard.regions()
-        for region, data in zip(regions, shard.views(regions), strict=True):
+        regions = owned_regions(shard)
+        for region, data in zip(regions, views_of(shard, regions), strict=True):
             whole[tuple(slice(at, at + n) for at, n in zip(region.offset, region.size, strict=True))] = data
         found[name] = whole
     return found

@@ -1,16 +1,9 @@
-"""Shards: a rank's part of a globally named tensor, and its division into chunks."""
+"""Shards: a rank's part of a globally named tensor."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
-
-from megazero.engine.plan.layout.regions import Region, regions, split
-
-# A chunk is written, checked and read as a whole. So this bounds the host memory of a save, and the bytes that a load
-# reads and does not need. 10^12 parameters are about 10^5 chunks.
-CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,20 +34,3 @@ class LocalShard:
     def geometry(self) -> tuple[object, ...]:
         """Everything but the data."""
         return self.global_shape, self.offset, self.local_shape, self.start, self.stop
-
-    def regions(self) -> list[Region]:
-        """Return the owned range as regions of the global tensor, in the order of `data`."""
-        return [r.moved(self.offset) for r in regions(self.local_shape, self.start, self.stop)]
-
-    def chunks(self) -> list[Region]:
-        """Return `regions()`, split into regions of at most CHUNK_BYTES. Equal shards give equal chunks."""
-        limit = CHUNK_BYTES // self.data.element_size()
-        return [chunk for region in self.regions() for chunk in split(region, limit)]
-
-    def views(self, pieces: Sequence[Region]) -> Iterator[torch.Tensor]:
-        """Yield the elements of `data` in each of `regions()` or of `chunks()`, in its shape."""
-        position = 0
-        for piece in pieces:
-            yield self.data.detach()[position : position + piece.volume].view(piece.size)
-            position += piece.volume
-        assert position == len(self.data), (position, len(self.data))

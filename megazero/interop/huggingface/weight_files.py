@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from megazero.checkpoint.regions import Region, intersection
+from megazero.checkpoint.shard_regions import owned_regions, views_of
 from megazero.engine.options.schema import ModelConfig
-from megazero.engine.plan.layout.regions import Region, intersection
 from megazero.engine.zero.shards import LocalShard
 from megazero.files import read_json_object
 from megazero.flags.flag_names import as_flag
@@ -50,10 +51,10 @@ def open_weights(folder: Path, model: ModelConfig) -> OpenedWeights:
 
     def fill(shards: Mapping[str, LocalShard]) -> None:
         for name, shard in shards.items():
-            regions = shard.regions()
+            regions = owned_regions(shard)
             if not regions:
                 continue
-            name, targets = name.removeprefix("model."), list(shard.views(regions))
+            name, targets = name.removeprefix("model."), list(views_of(shard, regions))
             rows = slice(min(r.offset[0] for r in regions), max(r.offset[0] + r.size[0] for r in regions))
             for first, ours in read_rows(files, architecture, model, names=names, name=name, asked=rows):
                 part = Region((first, *[0] * (ours.dim() - 1)), tuple(ours.shape))

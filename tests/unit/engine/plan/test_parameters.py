@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from megazero.checkpoint.regions import Region, coverage_fault
 from megazero.engine.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
 from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.layers import num_parameters, stage_units
 from megazero.engine.plan.layout.parameters import ParamSpec, unit_layout
-from megazero.engine.plan.layout.regions import Region, coverage_fault
 from megazero.engine.plan.layout.topology import Layout
 from tests.helpers.table import for_each
 

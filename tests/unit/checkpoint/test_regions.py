@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from megazero.engine.plan.layout.regions import Region, coverage_fault, regions, split
+from megazero.checkpoint.regions import Region, coverage_fault, regions, split
 from tests.helpers.table import for_each
 
 SHAPES = [shape for num_dims in range(4) for shape in itertools.product((1, 2, 3, 4), repeat=num_dims)] + [
