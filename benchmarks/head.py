@@ -27,13 +27,13 @@ from benchmarks.measure import interval
 from megazero.command.rehearsal.allocated import Allocated
 from megazero.engine.kernels.matmul import Products
 from megazero.engine.memory.tracker import MemoryTracker
-from megazero.engine.mesh.pretend import pretend_mesh
 from megazero.engine.model.layers.context import DTYPES, Context, DeviceBatch, MicroBatchInfo, ResidualStream
 from megazero.engine.model.layers.norm import NoNorm
 from megazero.engine.model.layers.weight import GradWriter, Weight
 from megazero.engine.model.stage import Stage
 from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.planner.trace.pretend import pretend_mesh
 
 CPU = torch.device("cpu")
 Way = Callable[[], tuple[torch.Tensor, torch.Tensor]]  # -> gradients of x and of the table

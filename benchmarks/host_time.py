@@ -27,13 +27,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.measure import interval
-from megazero.engine.mesh.pretend import pretend_mesh
 from megazero.engine.model.layers.context import DeviceBatch, MicroBatchInfo
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
 from megazero.engine.plan.program.operations import Backward, Forward, GradNorm, Open
 from megazero.engine.step.engine import Engine
 from megazero.flags.resolve import resolve
+from megazero.planner.trace.pretend import pretend_mesh
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The trainer, the model, ZeRO, the program and the planning of checkpoints are those of a run. Replaced are the tensors,
 by stand-ins with shapes and types but no data; the axes of the mesh, by ones that count traffic instead of sending it
-(`engine.mesh.pretend`); the values that a step reads from tensors (`PretendMesh.read`); and the corpus. So a rank of
+(`planner.trace.pretend`); the values that a step reads from tensors (`PretendMesh.read`); and the corpus. So a rank of
 hundreds fits one process, and its counts are an independent check of `planner.bytes.estimate`.
 """
 
@@ -23,7 +23,6 @@ from megazero.command.rehearsal.allocated import Allocated
 from megazero.command.rehearsal.rehearsed_save import PlannedSave, plan_save
 from megazero.data.corpora import Datasets
 from megazero.data.samples import Sample, Samples
-from megazero.engine.mesh.pretend import PretendMesh, pretend_mesh
 from megazero.engine.options.schema import (
     CheckpointConfig,
     Config,
@@ -35,6 +34,7 @@ from megazero.engine.options.schema import (
 from megazero.engine.plan.layout.topology import Coord, Layout
 from megazero.engine.plan.program.operations import name_of
 from megazero.planner.bytes.estimate import estimate
+from megazero.planner.trace.pretend import PretendMesh, pretend_mesh
 from megazero.planner.trace.trace import model_flops
 from megazero.run.trainer import Trainer
 from megazero.torch_private import fake_tensors

@@ -1,1 +1,1 @@
-"""The mesh: its axes, their collectives and process groups, buffers in flight, and pretended axes."""
+"""The mesh: its axes, their collectives and process groups, buffers in flight."""

@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from megazero.engine.kernels.eager import LogitMap
 from megazero.engine.memory.tracker import MemoryTracker
-from megazero.engine.mesh.pretend import pretend_mesh
+from megazero.engine.mesh.collectives import Axis
 from megazero.engine.model.block import BLOCK_CLASSES
 from megazero.engine.model.layers.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream
 from megazero.engine.model.layers.embedding import PositionEmbedding
@@ -26,7 +26,6 @@ from megazero.engine.model.prediction import Depths, Prediction
 from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.layers import End, LayerKind, Layers, Use
 from megazero.engine.plan.layout.parameters import EXPERTS, unit_of
-from megazero.engine.plan.layout.topology import Layout
 
 TOKEN_EMBEDDING, POSITION_EMBEDDING, BLOCKS, HEAD = "token_embedding", "position_embedding", "blocks.", "head"
 
@@ -149,8 +148,8 @@ def block_numbers(names: Iterable[str]) -> frozenset[int]:
 @functools.lru_cache(maxsize=64)
 def declare(model: ModelConfig, tp: int = 1) -> Layers:
     """Return the declarations of a model's layers on `tp` tensor-parallel ranks. Each kind of layer is built once."""
-    mesh = pretend_mesh(Layout(tp=tp), 0, torch.device("meta"), needs_staging_buffer=False)
-    context = Context(ResidualStream(mesh.tp, sharded=False), MemoryTracker(), "fp32", mesh.device)
+    stream = ResidualStream(Axis("tp", list(range(tp)), rank=0), sharded=False)
+    context = Context(stream, MemoryTracker(), "fp32", torch.device("meta"))
     first: dict[Hashable, str] = {}
     kind_of = {TOKEN_EMBEDDING: TOKEN_EMBEDDING}
     if model.traits.learned_positions:

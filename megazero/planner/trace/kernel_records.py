@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megazero.engine.mesh.collectives import Pending
-from megazero.engine.mesh.pretend import PretendAxis
 from megazero.engine.model.layers.context import DTYPES
 from megazero.planner.trace.differences import Differences, tensors_in
+from megazero.planner.trace.pretend import PretendAxis
 from megazero.torch_private import TorchDispatchMode
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm")

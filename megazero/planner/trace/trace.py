@@ -25,7 +25,6 @@ from megazero.engine.kernels.gradient import gradient
 from megazero.engine.kernels.kernel_table import KERNELS
 from megazero.engine.kernels.matmul import Products
 from megazero.engine.memory.tracker import MemoryTracker
-from megazero.engine.mesh.pretend import pretend_mesh
 from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.context import (
@@ -48,6 +47,7 @@ from megazero.engine.plan.program.rank_spec import PlannedLayer, RankSpec
 from megazero.planner.sizes import LayerSizes
 from megazero.planner.trace.differences import Differences
 from megazero.planner.trace.kernel_records import Events, LayerEvents, Operator, Recorder
+from megazero.planner.trace.pretend import pretend_mesh
 from megazero.torch_private import fake_tensors
 
 SMALL, SMALL_FLOPS = 1 << 24, 1 << 32  # elements of a layer's weights, FLOPs of its forward: tenths of a second

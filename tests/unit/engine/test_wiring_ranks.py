@@ -12,12 +12,12 @@ import torch
 from megazero.cluster import launch
 from megazero.engine.memory.tracker import MemoryTracker
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.mesh.pretend import pretend_mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
 from megazero.observe.profiling import Profiler
+from megazero.planner.trace.pretend import pretend_mesh
 from megazero.world import World
 from tests.helpers.notes import Call, Notes, calls_of
 from tests.helpers.table import for_each

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from megazero.command.rehearsal.rehearsal_report import rehearsed_ranks
 from megazero.data.corpora import mock_datasets
-from megazero.engine.mesh.pretend import pretend_mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
@@ -30,6 +29,7 @@ from megazero.planner.search.search_report import search_command
 from megazero.planner.time.devices import load_device
 from megazero.planner.time.network import GroupNodes, Network, ranks_of_axis
 from megazero.planner.time.step_time import PARTS, Parts, StepTime
+from megazero.planner.trace.pretend import pretend_mesh
 from megazero.planner.trace.trace import model_flops
 from megazero.run.trainer import Trainer
 from megazero.units import size

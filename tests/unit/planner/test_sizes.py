@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from megazero.engine.mesh.pretend import pretend_mesh
 from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.context import MicroBatchInfo, ResidualStream
@@ -37,6 +36,7 @@ from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import estimate, stage_bytes, stage_moments
 from megazero.planner.sizes import LayerSizes, Moved, StepSizes, least_held
+from megazero.planner.trace.pretend import pretend_mesh
 from tests.helpers.table import for_each
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,7 +14,6 @@ from megazero.engine.kernels.dropout import Dropout, Rows
 from megazero.engine.kernels.eager import LogitMap
 from megazero.engine.kernels.kernel_table import EAGER, TRITON
 from megazero.engine.kernels.rotary import Rotary
-from megazero.engine.mesh.pretend import pretend_mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
 from megazero.engine.plan.layout.layers import stage_units
@@ -23,6 +22,7 @@ from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_device
 from megazero.planner.trace.kernel_records import Operator
+from megazero.planner.trace.pretend import pretend_mesh
 from megazero.planner.trace.trace import trace
 from megazero.run.kernel_choices import choose_kernels, triton_complaint
 from tests.helpers import kernel_checks

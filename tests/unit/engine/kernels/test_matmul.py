@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megazero.engine.kernels.kernel_table import EAGER
 from megazero.engine.kernels.matmul import FASTER, Products, fastest_ratio, onednn_gain, writes_wide
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.mesh.pretend import pretend_mesh
 from megazero.engine.options.schema import Config, TrainingConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
 from megazero.flags.validate import check_device
+from megazero.planner.trace.pretend import pretend_mesh
 from megazero.run.kernel_choices import choose_matmul_backend
 from megazero.torch_private import has_onednn
 from tests.helpers.rounding import assert_sum

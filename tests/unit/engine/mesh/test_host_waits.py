@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazero.engine.mesh.pretend import PretendMesh, pretend_mesh
 from megazero.engine.step.engine import Engine
+from megazero.planner.trace.pretend import PretendMesh, pretend_mesh
 from tests.helpers.table import for_each
 from tests.parallel.cases import MODEL, Case, micro_batches
 

@@ -11,7 +11,6 @@ import torch
 from megazero.engine.kernels.dropout import Dropout
 from megazero.engine.kernels.kernel_table import EAGER
 from megazero.engine.mesh.collectives import Axis
-from megazero.engine.mesh.pretend import PretendAxis
 from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.context_parallel.piece_kernels import merge_
 from megazero.engine.model.context_parallel.pieces import Piece, parts, pieces_of
@@ -19,6 +18,7 @@ from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.attention import CoreAttention
 from megazero.engine.model.scores import PLAIN, Scores
 from megazero.planner.trace.kernel_records import Operator, Recorder
+from megazero.planner.trace.pretend import PretendAxis
 from tests.helpers import kernel_checks
 from tests.parallel.test_context_attention import DIM, HEADS, B, deal, documents_of
 from tests.pretended_gpu import pretended_gpu

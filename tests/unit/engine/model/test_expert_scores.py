@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megazero.engine.memory.tracker import MemoryTracker
-from megazero.engine.mesh.pretend import pretend_mesh
 from megazero.engine.model.balance import Balance
 from megazero.engine.model.experts.expert_scores import ExpertScores
 from megazero.engine.model.experts.router import Router
@@ -17,6 +16,7 @@ from megazero.engine.model.layers.context import Context, MicroBatchInfo, Residu
 from megazero.engine.model.layers.weight import GradWriter, Weight
 from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.planner.trace.pretend import pretend_mesh
 
 E, K, T, H = 12, 3, 40, 8
 TOLERANCE = 1e-10

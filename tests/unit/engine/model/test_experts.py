@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from megazero.engine.kernels.grouped import GroupedProducts, RowGroups
 from megazero.engine.kernels.matmul import TORCH
 from megazero.engine.memory.tracker import MemoryTracker
-from megazero.engine.mesh.pretend import pretend_mesh
 from megazero.engine.model.balance import Balance
 from megazero.engine.model.experts.experts import Experts
 from megazero.engine.model.experts.router import Router
@@ -27,6 +26,7 @@ from megazero.engine.model.layers.norm import NORMS, NoNorm
 from megazero.engine.model.layers.weight import named_weights
 from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.planner.trace.pretend import pretend_mesh
 from megazero.planner.trace.trace import model_flops
 from tests.helpers.rounding import assert_sum, error_bound, model_tolerance
 from tests.helpers.table import for_each

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from megazero.engine.kernels.eager import wide
 from megazero.engine.memory.tracker import MemoryTracker
-from megazero.engine.mesh.pretend import pretend_mesh
 from megazero.engine.model.layers.context import Context, ResidualStream
 from megazero.engine.model.layers.linear import Call, ColumnLinear, Residual, ResidualRows, RowLinear
 from megazero.engine.model.layers.mlp import MLP
@@ -18,6 +17,7 @@ from megazero.engine.model.layers.norm import NORMS, NoNorm
 from megazero.engine.model.layers.weight import GradWriter, Weight, named_weights
 from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.planner.trace.pretend import pretend_mesh
 from tests.helpers.table import for_each
 
 CPU = torch.device("cpu")

@@ -9,7 +9,6 @@ from collections import defaultdict
 import torch
 
 from megazero.engine.memory.tracker import MemoryTracker
-from megazero.engine.mesh.pretend import pretend_mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import AXES, Layout
 from megazero.engine.plan.program.program import program
@@ -18,6 +17,7 @@ from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
 from megazero.observe.timeline import Interval, Timeline
 from megazero.observe.trace_file import Trace
+from megazero.planner.trace.pretend import pretend_mesh
 from tests.unit.observe.test_start_report import shown
 
 CPU = torch.device("cpu")

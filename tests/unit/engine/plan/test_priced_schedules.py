@@ -13,7 +13,6 @@ import torch
 
 from megazero.engine.memory.tracker import MemoryTracker
 from megazero.engine.mesh.collectives import Pending
-from megazero.engine.mesh.pretend import PretendAxis
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig, ZeroConfig
 from megazero.engine.plan.layout.flat_layout import Range, equal_ranges
@@ -27,6 +26,7 @@ from megazero.engine.plan.schedule.split import LayerCosts, split_by_cost
 from megazero.engine.zero.reduce_scatter import Buffer, Reducer
 from megazero.planner.bytes.estimate import Few
 from megazero.planner.time.simulate import simulate
+from megazero.planner.trace.pretend import PretendAxis
 from scripts.draw_schedule import plain_pipeline, play, thirds
 from tests.helpers.table import for_each
 

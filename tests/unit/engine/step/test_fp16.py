@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 import torch
 
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.mesh.pretend import pretend_mesh
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
+from megazero.planner.trace.pretend import pretend_mesh
 from tests.helpers.table import for_each
 from tests.parallel.cases import MODEL, Case, micro_batches
 
