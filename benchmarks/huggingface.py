@@ -21,9 +21,9 @@ import tyro
 from megazero.checkpoint.streaming import bands, write_checkpoint
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import ModelConfig
-from megazero.engine.plan.layout.layers import num_parameters
 from megazero.flags.cli import parse
 from megazero.interop.huggingface.export import shapes_of
+from megazero.planner.parameter_counts import num_parameters
 from megazero.run.run_state import RunState
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,11 +22,11 @@ from benchmarks.reports.pictures import bars
 from benchmarks.reports.published import FIGURE_2_BASELINE, FIGURE_2_ZERO, FIGURE_3, FIGURE_6, ZeroRun
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
-from megazero.engine.plan.layout.layers import num_parameters
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import stage_bytes
+from megazero.planner.parameter_counts import num_parameters
 from megazero.planner.time.devices import Device, load_device
 from megazero.planner.time.step_time import Parts, StepPrograms, step_parts
 

@@ -40,7 +40,7 @@ from rich.table import Table
 from benchmarks.peers import SYSTEMS, Work
 from benchmarks.processes import Job, alive, isolate, quotients, shown, take_turns
 from megazero.engine.model.stage import declare
-from megazero.engine.plan.layout.layers import num_parameters
+from megazero.planner.parameter_counts import num_parameters
 
 LOSS_GAP = 1e-3  # relative to megazero's stage 0, in fp32
 # Freed memory leaves the process, so its resident peak shows the effect of sharding. Slow, hence a separate pass.

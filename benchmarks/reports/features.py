@@ -14,9 +14,9 @@ from benchmarks.reports.published import CONFIGURATIONS, FIGURE_6, FIGURE_7
 from benchmarks.reports.rehearsals import Asked, flags_of, rehearse_all, resolved
 from benchmarks.reports.zero_theory import bytes_per_parameter
 from megazero.engine.model.stage import declare
-from megazero.engine.plan.layout.layers import num_parameters
 from megazero.flags.presets import PRESETS
 from megazero.planner.bytes.estimate import stage_bytes
+from megazero.planner.parameter_counts import num_parameters
 from megazero.planner.time.devices import load_device
 
 GPUS, MP, LIMIT = 400, 16, 32e9

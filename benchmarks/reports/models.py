@@ -6,7 +6,7 @@ from benchmarks.reports.blocks import gb, markdown
 from benchmarks.reports.published import FIGURE_4, FIGURE_4_BASELINE
 from benchmarks.reports.rehearsals import Asked, flags_of, rehearse_all, resolved, states
 from megazero.engine.model.stage import declare
-from megazero.engine.plan.layout.layers import num_parameters
+from megazero.planner.parameter_counts import num_parameters
 
 
 def figure_4() -> dict[str, str]:

@@ -24,8 +24,8 @@ from benchmarks.reports.zero_theory import (
 )
 from megazero.command.rehearsal.rehearsal import Rehearsal
 from megazero.engine.model.stage import declare
-from megazero.engine.plan.layout.layers import num_parameters
 from megazero.planner.bytes.estimate import estimate
+from megazero.planner.parameter_counts import num_parameters
 
 # model -> (layers, hidden size, heads): few wide layers, since only the sum counts here
 SHAPES = {"7.5B": (4, 12032, 94), "128B": (4, 51200, 400), "1T": (4, 143360, 1120)}

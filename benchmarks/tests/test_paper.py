@@ -19,7 +19,7 @@ from benchmarks.reports.zero_theory import (
     truncated,
 )
 from megazero.engine.model.stage import declare
-from megazero.engine.plan.layout.layers import num_parameters
+from megazero.planner.parameter_counts import num_parameters
 from tests.helpers.table import for_each
 
 pytestmark = pytest.mark.second

@@ -9,9 +9,9 @@ import pytest
 from benchmarks.reports.planned import Times, compare, device_of, left_out, plan_of, price
 from benchmarks.reports.published import EAGER, TRAINED, TrainedRun
 from megazero.engine.model.stage import declare
-from megazero.engine.plan.layout.layers import num_parameters
 from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
+from megazero.planner.parameter_counts import num_parameters
 from megazero.planner.time.costs import Roofline
 from megazero.planner.time.devices import Constant, load_device
 from megazero.planner.trace.kernel_records import Operator, Product

@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 
 from megazero.engine.model.stage import declare
-from megazero.engine.plan.layout.layers import active_parameters
 from megazero.flags.cli import Command
 from megazero.flags.recipe import RECIPE_FLAGS, ModelSize, recipe, recipe_words, with_recipe
+from megazero.planner.parameter_counts import active_parameters
 from megazero.planner.run_plan import vocabulary
 
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from megazero.called_as import in_own_words, program_name
-from megazero.engine.options.limits import check_text
 from megazero.engine.options.schema import Config
 from megazero.flags.branch import branch
 from megazero.flags.duration import count_iterations
@@ -22,6 +21,7 @@ from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, to_toml, tom
 from megazero.flags.foreign.translate import OWN_WORDS, refusals, split_items, translate
 from megazero.flags.giving_way import give_way
 from megazero.flags.help import show_normal, with_whole_lines
+from megazero.flags.limit_checks import check_text
 from megazero.flags.presets import Preset, over_defaults, read_preset
 from megazero.flags.recipe import RECIPE_FLAGS
 from megazero.flags.validate import plans

@@ -8,6 +8,7 @@ from dataclasses import replace
 from megazero.engine.options.batch_sizes import data_parallel_size
 from megazero.engine.options.schema import Config
 from megazero.flags.flag_names import flags, with_values
+from megazero.flags.limit_checks import out_of_range
 
 
 def count_iterations(config: Config, typed: Collection[str], num_ranks: Callable[[], int]) -> tuple[Config, str]:
@@ -56,5 +57,5 @@ def count_iterations(config: Config, typed: Collection[str], num_ranks: Callable
 
 def _check(flag: str, value: int, text: str) -> None:
     bounds = flags()[flag].bounds
-    if bounds and (complaint := bounds.complaint(value)):
+    if bounds and (complaint := out_of_range(value, bounds)):
         raise ValueError(f"{text}: {complaint}")

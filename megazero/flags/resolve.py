@@ -7,15 +7,15 @@ import difflib
 import fnmatch
 import math
 
-from megazero.engine.options.limits import divisors, shorten
 from megazero.engine.options.optimizers import BLOCK, MOST_BLOCKS
 from megazero.engine.options.schema import ActivationConfig, Config, DataConfig, ParallelConfig
 from megazero.engine.plan.layout.dealing import dealt_multiple
-from megazero.engine.plan.layout.layers import Declare, layer_costs
+from megazero.engine.plan.layout.layers import Declare
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.schedule.schedules import SCHEDULES
-from megazero.engine.plan.schedule.split import layer_split
 from megazero.flags.flag_names import as_flag
+from megazero.flags.limit_checks import divisors, shorten
+from megazero.flags.pipeline_split import layer_costs, layer_split
 from megazero.flags.validate import check_values, ring_refusal
 
 # Blocks x micro-batches of a rank in an iteration: its program is a list with operations for each of them.
@@ -116,9 +116,20 @@ def _check_blocks(config: Config, layout: Layout, declare: Declare) -> None:
 
 def _check_ramp(config: Config) -> None:
     """Check that INCREMENT of --rampup-batch-size leads from START to --global-batch-size."""
-    ramp = config.training.rampup_batch_size
-    if ramp and (complaint := config.batch_sizes.complaint()):
-        raise ValueError(f"--rampup-batch-size {' '.join(map(str, ramp))}: {complaint}")
+    ramp, sizes = config.training.rampup_batch_size, config.batch_sizes
+    if not ramp:
+        return
+    given, between = f"--rampup-batch-size {' '.join(map(str, ramp))}", sizes.full - sizes.start
+    if between <= 0:
+        raise ValueError(
+            f"{given}: START must be less than --global-batch-size {sizes.full}; lower it, or drop the flag"
+        )
+    if between % sizes.increment:
+        fits = sorted(divisors(between), key=lambda n: abs(n - sizes.increment))[:2]
+        raise ValueError(
+            f"{given}: INCREMENT must divide the {between} samples between START and --global-batch-size {sizes.full}; "
+            f"use {' or '.join(map(str, sorted(fits)))}"
+        )
 
 
 def check_block_runs(config: Config, layout: Layout) -> None:

@@ -11,10 +11,10 @@ import re
 import tempfile
 from pathlib import Path
 
-from megazero.engine.options.limits import check_text, shorten
 from megazero.engine.options.schema import CheckpointConfig, Config, PlanConfig
 from megazero.files import explain
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, value_of
+from megazero.flags.limit_checks import check_text, out_of_range, shorten
 from megazero.flags.validate_model import check_model
 
 # Flags that name a file or a folder. --data-path and --tokenizer hold other words too, all of them shorter.
@@ -83,7 +83,7 @@ def check_values(config: Config) -> None:
     """
     for name, flag in flags().items():
         given = value_of(config, name)
-        if flag.bounds and (complaint := flag.bounds.complaint(given)):
+        if flag.bounds and (complaint := out_of_range(given, flag.bounds)):
             raise ValueError(f"--{name} {shorten(given)}: {complaint}")
         for text in given if isinstance(given, tuple) else (given,):
             if isinstance(text, str):

@@ -6,9 +6,9 @@ import math
 import re
 
 from megazero.engine.options.architectures import ARCHITECTURES, ArchitectureTraits
-from megazero.engine.options.limits import divisors, shorten
 from megazero.engine.options.schema import Config, ModelConfig
 from megazero.flags.flag_names import as_flag, flags, value_of
+from megazero.flags.limit_checks import divisors, shorten
 
 
 def split_widths(model: ModelConfig, expert_tp: int = 0) -> dict[str, int]:

@@ -24,7 +24,6 @@ from megazero.cluster import scheduler
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
-from megazero.engine.plan.layout.layers import active_parameters, num_parameters
 from megazero.flags.cli import Command
 from megazero.log import log
 from megazero.observe.progress_line import Record
@@ -32,6 +31,7 @@ from megazero.observe.report.live import RELOAD_SECONDS
 from megazero.observe.report.lost_time import goodput_line
 from megazero.observe.report.runs import EVENTS, read_events, read_run
 from megazero.observe.start_clock import Lost, StartClock
+from megazero.planner.parameter_counts import active_parameters, num_parameters
 from megazero.units import things
 from megazero.world import first_start
 

@@ -15,7 +15,6 @@ from megazero.engine.model.scores import Scores
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.dealing import causal_imbalance, dealt_multiple, dealt_tokens
-from megazero.engine.plan.layout.layers import num_parameters
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.files import explain, replace_file
@@ -26,6 +25,7 @@ from megazero.host import Machine
 from megazero.log import log
 from megazero.planner.bytes.bytes_report import bytes_table, expert_words, padding_warning, padding_words, queue_line
 from megazero.planner.bytes.estimate import KINDS, StageBytes, stage_bytes
+from megazero.planner.parameter_counts import num_parameters
 from megazero.units import count, ranges, size
 
 WIDTH, MARGIN = 120, 10  # columns of the screen; of the name before each paragraph

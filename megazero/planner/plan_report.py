@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megazero.engine.model.stage import declare
-from megazero.engine.plan.layout.layers import num_parameters
 from megazero.engine.plan.layout.zero_policy import offload_fraction
 from megazero.engine.plan.program.operations import Backward, BackwardWeights, Forward, Recompute
 from megazero.files import replace_file
@@ -17,6 +16,7 @@ from megazero.planner.bytes.bytes_report import expert_words, padding_warning, p
 from megazero.planner.bytes.capacity import checkpoint_bytes, memory_copies
 from megazero.planner.bytes.estimate import KINDS, stage_moments
 from megazero.planner.expected import Reached
+from megazero.planner.parameter_counts import num_parameters
 from megazero.planner.run_plan import SECONDS_PER_DAY, Plan, advice, as_json, failure_ways
 from megazero.units import duration, size
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from megazero.data.remembered import data_tokenizer
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
-from megazero.engine.plan.layout.layers import active_parameters, num_parameters
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.flag_names import with_values
@@ -18,6 +17,7 @@ from megazero.planner.bytes.capacity import allowed, flags_that_fit, largest_pre
 from megazero.planner.bytes.estimate import StageBytes, stage_bytes
 from megazero.planner.expected import Reached, reached
 from megazero.planner.goodput import Way, ways
+from megazero.planner.parameter_counts import active_parameters, num_parameters
 from megazero.planner.time.devices import Device, load_device
 from megazero.planner.time.exchange import choose_exchange
 from megazero.planner.time.step_time import StepTime, step_time

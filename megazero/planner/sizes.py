@@ -19,7 +19,7 @@ from megazero.engine.plan.layout.layers import ROUTER_SUMS, LayerKind
 from megazero.engine.plan.layout.parameters import unit_layout
 from megazero.engine.plan.layout.topology import TRAFFIC, Layout, ring_bytes, unsent
 from megazero.engine.plan.layout.zero_policy import Buckets, ShardingGroup, group_of, persistent_gradients, plan_buckets
-from megazero.engine.plan.optimizer_sizes import OptimizerSizes, OwnedSizes, States, block_sizes
+from megazero.engine.plan.optimizer_sizes import OptimizerSizes, OwnedSizes, block_sizes
 from megazero.engine.plan.program.operations import (
     Backward,
     Fetch,
@@ -46,6 +46,7 @@ from megazero.engine.plan.program.operations import (
     WriteStates,
 )
 from megazero.engine.plan.program.rank_spec import RankSpec
+from megazero.planner.state_shares import States
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
 Sent = tuple[tuple[str, int], ...]  # (kind of traffic, bytes)

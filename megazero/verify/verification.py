@@ -15,7 +15,6 @@ import torch
 from megazero.cluster.local import LocalRanks, RankLost
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import ActivationConfig, Config, ParallelConfig, ZeroConfig
-from megazero.engine.plan.layout.layers import num_parameters
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.cli import Command, read, read_own
 from megazero.flags.flag_names import flags, value_of, with_values
@@ -24,6 +23,7 @@ from megazero.flags.validate import check_device
 from megazero.host import host_memory
 from megazero.interop.huggingface.model_flags import find_model
 from megazero.log import log
+from megazero.planner.parameter_counts import num_parameters
 from megazero.planner.run_plan import vocabulary
 from megazero.units import count, things
 from megazero.verify.compare import Comparison, Row, Whole, noted, row

@@ -14,13 +14,14 @@ from megazero.engine.kernels import initial_values
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import CheckpointConfig, Config, EvaluationConfig
-from megazero.engine.plan.layout.layers import num_parameters, stage_units
+from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.layout.parameters import unit_layout
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
 from megazero.engine.step.results import StepResult
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import estimate
+from megazero.planner.parameter_counts import num_parameters
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)

@@ -21,10 +21,9 @@ from megazero.engine.model.layers.norm import LayerNorm, RMSNorm
 from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES as OPTIONS
 from megazero.engine.options.schema import ModelConfig
-from megazero.engine.plan.layout.layers import layer_costs
 from megazero.engine.plan.layout.zero_policy import DENSE
-from megazero.engine.plan.schedule.split import rank_costs
 from megazero.flags.cli import parse
+from megazero.flags.pipeline_split import layer_costs, rank_costs
 from megazero.planner.search.candidates import Sizes
 from megazero.planner.search.search import ClosedTerms
 from megazero.planner.time.devices import load_device

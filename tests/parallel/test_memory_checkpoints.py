@@ -34,11 +34,11 @@ from megazero.checkpoint.in_memory import Held, whole
 from megazero.checkpoint.nodes import Nodes
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
-from megazero.engine.plan.layout.layers import num_parameters
 from megazero.engine.zero.shards import LocalShard
 from megazero.flags.cli import parse
 from megazero.log import log
 from megazero.planner.bytes import estimate
+from megazero.planner.parameter_counts import num_parameters
 from megazero.planner.plan_report import summary
 from megazero.planner.run_plan import make_plan, plan_config
 from megazero.run.training_run import TrainingRun

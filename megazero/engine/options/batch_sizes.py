@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.engine.options.limits import divisors
-
 PADDING = -1  # instead of a sample's number: tokens that fill up a micro-batch, and count as no target
 
 
@@ -49,16 +47,3 @@ class BatchSizes:
             steps = min(iterations, -(-(border - consumed) // size))
             consumed, iterations = consumed + steps * size, iterations - steps
         return consumed + iterations * self.full
-
-    def complaint(self) -> str:
-        """Return why this is no ramp, and the way out; empty if it is one."""
-        if self.start >= self.full:
-            return f"START must be less than --global-batch-size {self.full}; lower it, or drop the flag"
-        if (self.full - self.start) % self.increment:
-            between = self.full - self.start
-            fits = sorted(divisors(between), key=lambda n: abs(n - self.increment))[:2]
-            return (
-                f"INCREMENT must divide the {between} samples between START and --global-batch-size {self.full}; use "
-                f"{' or '.join(map(str, sorted(fits)))}"
-            )
-        return ""

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megazero.engine.options.limits import check_text, shorten
 from megazero.files import read_json_object
 from megazero.flags.flag_names import flags
 from megazero.flags.foreign.flag import FALSE, TRUE, ForeignFlag, Refused
 from megazero.flags.foreign.flag_table import FLAGS, find_entry, kebab, read_table, read_values
 from megazero.flags.foreign.value_conversions import CONVERSIONS, ORDER, hint
 from megazero.flags.foreign.values import spell, translate_value
+from megazero.flags.limit_checks import check_text, shorten
 
 OWN_WORDS = ("preset", "hf-config", "help")  # flags of the parser, not of the configuration
 DEEPSPEED_FLAGS = ("deepspeed", "deepspeed-config", "ds-config")  # a JSON file may follow

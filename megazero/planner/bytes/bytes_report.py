@@ -10,13 +10,14 @@ from megazero.engine.model.stage import declare
 from megazero.engine.options.batch_sizes import micro_batches
 from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.dealing import rank_tokens
-from megazero.engine.plan.layout.layers import active_parameters, layer_costs, num_parameters
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import sharding_groups
-from megazero.engine.plan.optimizer_sizes import Rates, States
+from megazero.engine.plan.optimizer_sizes import Rates
 from megazero.engine.plan.schedule.schedules import SCHEDULES
-from megazero.engine.plan.schedule.split import rank_costs
+from megazero.flags.pipeline_split import layer_costs, rank_costs
 from megazero.planner.bytes.estimate import StageBytes, stage_bytes
+from megazero.planner.parameter_counts import active_parameters, num_parameters
+from megazero.planner.state_shares import States, least_rates
 from megazero.units import count
 
 
@@ -41,7 +42,7 @@ def _memory_formulas(config: Config, layout: Layout, device_type: str) -> dict[s
     states = [States.of_group(config, group) for group in sharding_groups(config, layout).values()]
     rules, none = config.optimizer.rules, dict.fromkeys(("optimizer", "gradients", "nvme"), "")
     others = f", of tables and vectors {Rates.of(config, rules.others).optimizer} Psi" if len(rules.rules) > 1 else ""
-    w = Rates.least(config).weights
+    w = least_rates(config).weights
     activations, full = config.activations, config.activations.recompute == "full"
     parts = f" / {layout.tp}" if activations.partition_activations or config.parallel.sequence_parallel else ""
     tokens = f"s / {layout.cp}" if layout.cp > 1 else "s"
@@ -72,7 +73,7 @@ def _memory_formulas(config: Config, layout: Layout, device_type: str) -> dict[s
 
 def _traffic_formulas(config: Config, layout: Layout, found: StageBytes) -> dict[str, str]:
     """Write traffic along dp as the number of times that a step gathers and reduces each element, and its bytes."""
-    rates, states, (least, most) = Rates.least(config), States.of(config, layout), found.gathers
+    rates, states, (least, most) = least_rates(config), States.of(config, layout), found.gathers
     terms = []
     if most:
         terms.append(f"{'up to ' if least < most else ''}{_times(most, rates.weights)}")

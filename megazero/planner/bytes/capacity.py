@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
-from megazero.engine.plan.layout.layers import num_parameters
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import sharding_groups
-from megazero.engine.plan.optimizer_sizes import saved_bytes
 from megazero.flags.flag_names import as_flag, with_values
 from megazero.flags.presets import over_defaults, preset_names, preset_values
 from megazero.flags.resolve import check_block_runs, resolve
 from megazero.flags.validate import check_values, elastic_nodes
 from megazero.host import Available, Machine
 from megazero.planner.bytes.estimate import stage_bytes
+from megazero.planner.parameter_counts import num_parameters
 from megazero.planner.sizes import elements, hidden_bytes, least_held
+from megazero.planner.state_shares import saved_bytes
 from megazero.units import size, things
 
 MOST_TRACED = 1 << 40  # bytes: a block with a larger input is not traced, because it fits nowhere

@@ -17,7 +17,6 @@ from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.owned import rank_parts
 from megazero.engine.plan.layout.topology import KINDS_OF_TRAFFIC, Layout
-from megazero.engine.plan.optimizer_sizes import saved_bytes
 from megazero.engine.plan.program.operations import (
     Backward,
     BackwardWeights,
@@ -44,6 +43,7 @@ from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.flag_names import with_values
 from megazero.planner.sizes import PASSES, StepSizes
+from megazero.planner.state_shares import saved_bytes
 from megazero.planner.trace.trace import layer_sizes
 
 PEAKS = ("activation_checkpoints", "buffers", "logits")  # kinds whose peak is in metrics.jsonl

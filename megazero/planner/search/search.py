@@ -16,20 +16,20 @@ from typing import NamedTuple
 from megazero.engine.model.stage import declare
 from megazero.engine.options.batch_sizes import data_parallel_size, micro_batches
 from megazero.engine.options.schema import ActivationConfig, Config
-from megazero.engine.plan.layout.layers import End, Use, layer_costs
+from megazero.engine.plan.layout.layers import End, Use
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import DENSE, EXPERT, offload_fraction, sharding_groups
-from megazero.engine.plan.optimizer_sizes import Rates, States
 from megazero.engine.plan.program.operations import Backward, Forward
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.plan.schedule.schedules import SCHEDULES as ORDERS
 from megazero.engine.plan.schedule.schedules import placement
-from megazero.engine.plan.schedule.split import split_by_cost
 from megazero.flags.flag_names import as_flag, with_values
+from megazero.flags.pipeline_split import layer_costs, split_by_cost
 from megazero.flags.resolve import check_layout, resolve
 from megazero.planner.run_plan import Plan, plan_if_it_fits
 from megazero.planner.search.candidates import Candidate, Given, Sizes, candidates
 from megazero.planner.sizes import elements
+from megazero.planner.state_shares import States, least_rates, update_rate
 from megazero.planner.time.costs import StepCosts
 from megazero.planner.time.devices import Device
 from megazero.planner.time.exchange import choose_exchange
@@ -90,7 +90,7 @@ class ClosedTerms:
     def __init__(self, config: Config, world: int, device: Device) -> None:
         """Prepare for a configuration with a known vocabulary, whose layout does not matter."""
         self.config, self.world, self.device = config, world, device
-        self.rates = Rates.least(config)
+        self.rates = least_rates(config)
         self.block = functools.cache(self._block)
         self.saved = functools.cache(self._saved)
         self.ends = functools.cache(self._ends)
@@ -274,7 +274,7 @@ class ClosedTerms:
             3: m * (max(0.0, gather - forward) + max(0.0, gather + reduce - backward)),
         }[c.zero_stage]
         bandwidth = self.device["memory.bandwidth"] * self.device["memory.fraction"]
-        updated = owned * (rates.gradients + rates.updated(clips=bool(self.config.optimizer.clip_grad)))
+        updated = owned * (rates.gradients + update_rate(rates, clips=bool(self.config.optimizer.clip_grad)))
         on_host = offload_fraction(self.config)
         return exposed + replicas + updated * ((1 - on_host) / bandwidth + on_host / self.device.host_memory_bandwidth)
 

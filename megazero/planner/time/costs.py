@@ -35,6 +35,7 @@ from megazero.engine.plan.program.operations import (
 )
 from megazero.engine.plan.program.rank_spec import RankSpec
 from megazero.planner.sizes import Moved, StepSizes
+from megazero.planner.state_shares import updated_bytes
 from megazero.planner.time.devices import Device, interpolate
 from megazero.planner.time.network import Network
 from megazero.planner.trace.kernel_records import Arrive, Events, Issue, LayerEvents, Operator, Product
@@ -214,10 +215,10 @@ class StepCosts:
         """Return the seconds of a fused update: two slices, with and without weight decay, and the casts."""
         rates = self.sizes.rates
         if self.spec.units[unit].on_host:
-            return self.sizes.optimized(unit).updated / self.device.host_memory_bandwidth
+            return updated_bytes(self.sizes.optimized(unit)) / self.device.host_memory_bandwidth
         calls = 2 + (rates.gradients != rates.state) + (rates.weights != rates.state)
         host = calls * self.device["overhead.call"]
         device = self.roofline.memory(
-            "adamw", self.sizes.optimized(unit).updated
+            "adamw", updated_bytes(self.sizes.optimized(unit))
         ) * self.roofline.slower + self._matrices(unit)
         return device + host if self.device.kind == "cpu" else max(device, host)

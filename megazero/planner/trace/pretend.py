@@ -81,4 +81,4 @@ def pretend_mesh(
             if rank in ranks:
                 axes[name] = make(name, ranks, rank, needs_staging_buffer)
     axes["world"] = make("world", list(range(layout.world_size)), rank, needs_staging_buffer)
-    return PretendMesh(layout, rank, device, host=axes["world"], in_flight=InFlight(checks=False), **axes)
+    return PretendMesh(layout, rank, device, host=axes["world"], in_flight=InFlight(checks=False), **axes)  # type: ignore[arg-type]

@@ -14,7 +14,6 @@ import pretrain_gpt
 from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.engine.options.schema import Config, ModelConfig
-from megazero.engine.plan.layout.layers import num_parameters
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.cli import parse
 from megazero.flags.presets import PRESETS, preset_values
@@ -22,6 +21,7 @@ from megazero.flags.resolve import resolve
 from megazero.interop.huggingface.families import family_of
 from megazero.planner.bytes.capacity import estimated, largest_preset
 from megazero.planner.bytes.estimate import estimate
+from megazero.planner.parameter_counts import num_parameters
 from tests.helpers.table import for_each
 
 # preset -> (ranks, layers, hidden, heads, tensor parallelism, samples a model replica, global batch): the ZeRO paper,

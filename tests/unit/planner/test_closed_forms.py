@@ -10,9 +10,10 @@ import pytest
 
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import ActivationConfig
-from megazero.engine.plan.layout.layers import LayerKind, Layers, Use, layer_costs, pass_costs
+from megazero.engine.plan.layout.layers import LayerKind, Layers, Use, pass_costs
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.rank_spec import PlannedLayer
+from megazero.flags.pipeline_split import layer_costs
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.capacity import estimated, least
 from megazero.planner.bytes.estimate import stage_bytes

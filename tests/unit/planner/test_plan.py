@@ -27,6 +27,7 @@ from megazero.planner.search.candidates import candidates
 from megazero.planner.search.search import Search
 from megazero.planner.search.search_report import run_search, search_command
 from megazero.planner.sizes import Moved
+from megazero.planner.state_shares import updated_bytes
 from megazero.planner.time.costs import Roofline, StepCosts
 from megazero.planner.time.devices import Constant, Curves, Device, interpolate, known_devices, load_device
 from megazero.planner.time.network import Network, ranks_of_axis
@@ -561,7 +562,7 @@ def test_updates_of_whole_matrices_by_hand() -> None:
     gram, number = Moved("tp", "all-reduce", 4 * h * h), Moved("tp", "all-reduce", 4)
     assert Counter(muon.sizes.moves(Update("blocks.1"))) == {gram: 6 * 6, number: 6}
     sent = sum(muon.network.collective("tp", "all-reduce", each.num_bytes) for each in [gram] * 36 + [number] * 6)
-    bytes_moved = muon.sizes.optimized("blocks.1").updated / 1e12
+    bytes_moved = updated_bytes(muon.sizes.optimized("blocks.1")) / 1e12
     uneven = spec.update_imbalance
     assert muon(Update("blocks.1")) == pytest.approx((flops / 1e12 + sent) / 4 * uneven + bytes_moved)
     costs = [sum(unit.flat.cost(unit.owned[rank]) for unit in spec.units.values()) for rank in range(4)]

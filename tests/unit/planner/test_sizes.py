@@ -15,7 +15,6 @@ from megazero.engine.model.layers.context import MicroBatchInfo, ResidualStream
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import DENSE
-from megazero.engine.plan.optimizer_sizes import Share, States
 from megazero.engine.plan.program.operations import (
     Backward,
     Forward,
@@ -36,6 +35,7 @@ from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import estimate, stage_bytes, stage_moments
 from megazero.planner.sizes import LayerSizes, Moved, StepSizes, least_held
+from megazero.planner.state_shares import Share, States
 from megazero.planner.trace.pretend import pretend_mesh
 from tests.helpers.table import for_each
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -18,7 +17,6 @@ from megazero.engine.options.schema import ActivationConfig, ModelConfig
 from megazero.engine.plan.layout.parameters import ParamSpec, unit_of
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.schedule.schedules import Costs
-from megazero.engine.plan.schedule.split import LayerCosts
 
 # Numbers that a router sums besides its experts' loads: entropy, dropped choices, two balance losses
 ROUTER_SUMS = 4
@@ -164,30 +162,6 @@ def stage_units(layers: Layers, layout: Layout, pp: int, frozen: tuple[str, ...]
     for name in layers.held(layout, pp):
         found |= layers.kinds[name].units_of(name, frozen)
     return found
-
-
-def num_parameters(layers: Layers) -> int:
-    """Count the elements of the whole model, each parameter once, padding excluded."""
-    return sum(math.prod(s.shape) for kind in layers.kinds.values() for s in kind.params)
-
-
-def active_parameters(layers: Layers) -> int:
-    """Count the elements that a token passes: of a mixture of experts, those of its experts alone."""
-    return sum(s.active for kind in layers.kinds.values() for s in kind.params)
-
-
-def layer_costs(layers: Layers, model: ModelConfig, activations: ActivationConfig) -> LayerCosts:
-    """Return the costs of the embedding (2 h FLOPs per token), each block and the head (2 v h); 1 is the mean block.
-
-    Each module of multi-token prediction costs the head another 2 v h, besides its own products. A backward costs twice
-    a forward. A recomputed block costs one more forward; embedding and head are not recomputed.
-    """
-    flops = [sum(each) for each in layers.block_flops.values()]
-    h, mean = model.hidden_size, sum(flops) / len(flops)
-    cost = mean * (4 if activations.recompute == "full" else 3) / 3
-    kind, table = next(reversed(layers.kinds.values())), 2 * model.vocab_size * h
-    head = table * (1 + model.mtp_num_layers) + kind.matrix_flops + kind.score_flops - table * model.untie_embeddings
-    return LayerCosts(2 * h / cost, tuple(each / mean for each in flops), head / cost)
 
 
 def pass_costs(layers: Layers, activations: ActivationConfig) -> Costs:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.plan.schedule.schedules import placement
-from megazero.engine.plan.schedule.split import even_split
 
 AXES = ("pp", "dp", "cp", "tp")
 # All of dp x cp, which hold the same weights; parts of these ranks; part of pp. Then a stage's ranks as experts divide
@@ -61,6 +60,12 @@ def route(place: tuple[int, ...], what: str, to: int) -> Route:
     down = place[before + 1] - place[before] == -1
     step, lane = (-1, 1) if down else (1, 0)
     return Route(step if what == "x" else -step, lane)
+
+
+def even_split(num_layers: int, stages: int) -> tuple[int, ...]:
+    """Split layers evenly; the first stages take the remainder, one each."""
+    each, rest = divmod(num_layers, stages)
+    return tuple(each + (stage < rest) for stage in range(stages))
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Pipeline schedules, and the layers of each virtual stage. Pure: no torch."""
+"""Pipeline schedules. Pure: no torch."""

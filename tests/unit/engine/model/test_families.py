@@ -16,7 +16,6 @@ from megazero.engine.model.layers.context import MicroBatchInfo
 from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
-from megazero.engine.plan.layout.layers import num_parameters
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
 from megazero.flags.cli import parse
@@ -24,6 +23,7 @@ from megazero.flags.resolve import resolve
 from megazero.interop.huggingface.families import MODELS, family_of
 from megazero.interop.huggingface.model_types import canonical
 from megazero.interop.huggingface.weight_conversions import layer_types_of
+from megazero.planner.parameter_counts import num_parameters
 from tests.helpers.families import FAMILIES, family
 from tests.helpers.rounding import model_tolerance
 from tests.helpers.table import for_each

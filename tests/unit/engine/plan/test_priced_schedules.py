@@ -22,8 +22,8 @@ from megazero.engine.plan.program.operations import Backward, Fetch, Forward, Ga
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.plan.schedule.schedules import Pipeline, order_of, peak_live, placement
-from megazero.engine.plan.schedule.split import LayerCosts, split_by_cost
 from megazero.engine.zero.reduce_scatter import Buffer, Reducer
+from megazero.flags.pipeline_split import LayerCosts, split_by_cost
 from megazero.planner.bytes.estimate import Few
 from megazero.planner.time.simulate import simulate
 from megazero.planner.trace.pretend import PretendAxis

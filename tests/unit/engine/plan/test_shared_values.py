@@ -29,7 +29,7 @@ from megazero.engine.options.schema import (
     ZeroConfig,
 )
 from megazero.engine.plan.layout.flat_layout import FlatParam, Range, equal_ranges, flat_layout, partition_numel
-from megazero.engine.plan.layout.layers import layer_costs, pass_costs
+from megazero.engine.plan.layout.layers import pass_costs
 from megazero.engine.plan.layout.parameters import unit_layout
 from megazero.engine.plan.layout.topology import TRAFFIC, Layout, ring_bytes
 from megazero.engine.plan.layout.zero_policy import (
@@ -43,6 +43,7 @@ from megazero.engine.plan.optimizer_sizes import Rates
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.step.engine import Engine
+from megazero.flags.pipeline_split import layer_costs
 from megazero.planner.sizes import NUMBER
 from megazero.planner.trace.trace import trace_block
 from tests.helpers.table import for_each

@@ -10,9 +10,11 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megazero.engine.options.limits import shorten
-from megazero.engine.options.schema import Config
+from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig
+from megazero.engine.plan.layout.layers import Layers
+from megazero.engine.plan.layout.topology import even_split
 from megazero.engine.plan.schedule.schedules import SCHEDULES, placement
+from megazero.flags.limit_checks import shorten
 
 WORTH_IT = 0.01  # least gain of the busiest rank from an uneven split, because an even one is easier to read
 
@@ -25,10 +27,18 @@ class LayerCosts(NamedTuple):
     head: float
 
 
-def even_split(num_layers: int, stages: int) -> tuple[int, ...]:
-    """Split layers evenly; the first stages take the remainder, one each."""
-    each, rest = divmod(num_layers, stages)
-    return tuple(each + (stage < rest) for stage in range(stages))
+def layer_costs(layers: Layers, model: ModelConfig, activations: ActivationConfig) -> LayerCosts:
+    """Return the costs of the embedding (2 h FLOPs per token), each block and the head (2 v h); 1 is the mean block.
+
+    Each module of multi-token prediction costs the head another 2 v h, besides its own products. A backward costs twice
+    a forward. A recomputed block costs one more forward; embedding and head are not recomputed.
+    """
+    flops = [sum(each) for each in layers.block_flops.values()]
+    h, mean = model.hidden_size, sum(flops) / len(flops)
+    cost = mean * (4 if activations.recompute == "full" else 3) / 3
+    kind, table = next(reversed(layers.kinds.values())), 2 * model.vocab_size * h
+    head = table * (1 + model.mtp_num_layers) + kind.matrix_flops + kind.score_flops - table * model.untie_embeddings
+    return LayerCosts(2 * h / cost, tuple(each / mean for each in flops), head / cost)
 
 
 def rank_costs(split: tuple[int, ...], place: tuple[int, ...], costs: LayerCosts) -> list[float]:
