@@ -25,7 +25,8 @@ from benchmarks.preprocess import get_tokenizer
 from benchmarks.reports.blocks import markdown, write_blocks
 from megazero.data.indexed import IndexedDataset
 from megazero.data.samples import GPTDataset
-from megazero.engine.plan.layout.dealing import causal_imbalance, deal, deal_samples, imbalance
+from megazero.engine.plan.layout.dealing import deal, deal_samples, imbalance
+from megazero.planner.imbalance import causal_imbalance
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "context_parallelism.md"

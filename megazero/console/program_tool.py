@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megazero.engine.model.stage import declare
-from megazero.engine.plan.program.program import program, text
+from megazero.engine.plan.program.operations import COMPUTE, Op, Start, Wait, name_of
+from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.cli import parse, read_own
 from megazero.flags.resolve import resolve
@@ -59,4 +61,13 @@ def program_lines(flags: list[str], world_size: int, rank: int) -> list[str]:
         raise ValueError(f"--rank {rank}: there are ranks 0 to {world_size - 1}; name one, or raise --world-size")
     spec = rank_spec(config, layout, layout.coord(rank).pp, declare)
     step = program(spec, config.schedule, config.micro_batches(layout.dp))
-    return list(text([*step.gradients, *step.update]))
+    return list(lines_of([*step.gradients, *step.update]))
+
+
+def lines_of(ops: Iterable[Op]) -> Iterator[str]:
+    """Yield a line per operation: computation on the left, memory in the middle, communication on the right."""
+    for op in ops:
+        if isinstance(op, (Start, Wait)):
+            yield f"{'':34}{name_of(op)}"
+        else:
+            yield name_of(op) if isinstance(op, COMPUTE) else f"{'':17}{name_of(op)}"

@@ -14,7 +14,7 @@ import torch
 from megazero.engine.model.scores import Scores
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
-from megazero.engine.plan.layout.dealing import causal_imbalance, dealt_multiple, dealt_tokens
+from megazero.engine.plan.layout.dealing import dealt_multiple, dealt_tokens
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.files import explain, replace_file
@@ -25,6 +25,7 @@ from megazero.host import Machine
 from megazero.log import log
 from megazero.planner.bytes.bytes_report import bytes_table, expert_words, padding_warning, padding_words, queue_line
 from megazero.planner.bytes.estimate import KINDS, StageBytes, stage_bytes
+from megazero.planner.imbalance import causal_imbalance, update_imbalance
 from megazero.planner.parameter_counts import num_parameters
 from megazero.units import count, ranges, size
 
@@ -141,7 +142,7 @@ def drawing(config: Config, layout: Layout) -> list[str]:
     elif layout.data > 1:
         head += f"; ZeRO stage 0: nothing sharded over {_data_words(layout)}"
     if config.optimizer.rules.matrices.whole_matrices and stage and layout.shard > 1:
-        uneven = rank_spec(config, layout, 0, declare).update_imbalance
+        uneven = update_imbalance(rank_spec(config, layout, 0, declare))
         head += f"; each matrix is updated by one of them, the busiest has {uneven:.2f} times the mean work"
     if layout.pp == 1:
         each = "each [ ] one copy of the model" if layout.tp > 1 else "each a copy of the model"

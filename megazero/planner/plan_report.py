@@ -18,6 +18,7 @@ from megazero.planner.bytes.estimate import KINDS, stage_moments
 from megazero.planner.expected import Reached
 from megazero.planner.parameter_counts import num_parameters
 from megazero.planner.run_plan import SECONDS_PER_DAY, Plan, advice, as_json, failure_ways
+from megazero.planner.time.devices import communicators
 from megazero.units import duration, size
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def _planned_lines(plan: Plan) -> list[str]:
 def summary(plan: Plan) -> list[str]:
     """Return the lines under the tables: planned speed, duration, memory and limits."""
     device, lines = plan.device, _planned_lines(plan)
-    reserved, groups = device.reserved_bytes(plan.layout) / 1e9, plan.layout.communicators()
+    reserved, groups = device.reserved_bytes(plan.layout) / 1e9, communicators(plan.layout)
     nccl = f" ({groups} NCCL communicators)" if groups and device.kind == "cuda" else ""
     left = f"{plan.free / 1e9:.1f} GB free on the fullest device" if plan.free >= 0 else "DOES NOT FIT"
     capacity = device["memory.capacity"] / 1e9

@@ -21,10 +21,10 @@ from megazero.checkpoint.planning import RankPlan
 from megazero.data.writer import IndexedWriter
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config, LogConfig
-from megazero.engine.plan.layout.owned import rank_parts
 from megazero.engine.plan.program.operations import Forward
 from megazero.observe import stragglers
 from megazero.observe.timeline import Interval
+from megazero.planner.bytes.rank_parts import rank_parts
 from megazero.run.checkpoints import Checkpoints
 from megazero.run.replicas import check_replicas
 from megazero.run.stopping import Clock, DeadRun, Signals, Wish

@@ -13,9 +13,9 @@ from megazero.checkpoint.planning import RankPlan, SaveLayout, own_chunks
 from megazero.checkpoint.shared_outcome import message_of, value_of_message
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
-from megazero.engine.plan.layout.owned import rank_parts
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.zero.shards import LocalShard
+from megazero.planner.bytes.rank_parts import rank_parts
 
 
 class PlannedSave(NamedTuple):

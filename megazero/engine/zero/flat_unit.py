@@ -16,8 +16,7 @@ from megazero.engine.model.layers.weight import Weight
 from megazero.engine.optim.muon import OwnedMatrices
 from megazero.engine.options.optimizers import Optimizer
 from megazero.engine.options.schema import Config
-from megazero.engine.plan.layout.flat_layout import Range, equal_ranges
-from megazero.engine.plan.layout.owned import overlap
+from megazero.engine.plan.layout.flat_layout import Range, equal_ranges, overlap
 from megazero.engine.plan.layout.parameters import LocalBlock, ParamSpec, unit_layout
 from megazero.engine.plan.optimizer_sizes import OptimizerSizes, OwnedSizes
 from megazero.engine.plan.program.rank_spec import RankSpec
@@ -179,4 +178,4 @@ class FlatUnit:
     def owned_parts(self) -> Iterator[OwnedPart]:
         """Yield every weight's part of the owned range, possibly empty, without gaps and padding."""
         for weight, window in self.members:
-            yield OwnedPart(weight, *overlap(window, weight.block, self.owned))
+            yield OwnedPart(weight, *overlap(window, weight.block.numel, self.owned))

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from megazero.engine.memory.tracker import Allocation, MemoryTracker
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
-from megazero.engine.plan.layout.owned import rank_parts
 from megazero.engine.plan.layout.topology import KINDS_OF_TRAFFIC, Layout
 from megazero.engine.plan.program.operations import (
     Backward,
@@ -42,6 +41,7 @@ from megazero.engine.plan.program.operations import (
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.flag_names import with_values
+from megazero.planner.bytes.rank_parts import rank_parts
 from megazero.planner.sizes import PASSES, StepSizes
 from megazero.planner.state_shares import saved_bytes
 from megazero.planner.trace.trace import layer_sizes

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
+from megazero.engine.plan.layout.flat_layout import Matrices
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.layout.topology import TRAFFIC, Layout, route
 from megazero.engine.plan.program.operations import (
@@ -34,6 +35,7 @@ from megazero.engine.plan.program.operations import (
     Update,
 )
 from megazero.engine.plan.program.rank_spec import RankSpec
+from megazero.planner.imbalance import update_imbalance
 from megazero.planner.sizes import Moved, StepSizes
 from megazero.planner.state_shares import updated_bytes
 from megazero.planner.time.devices import Device, interpolate
@@ -90,6 +92,13 @@ class Cost(NamedTuple):
     exposed: Mapping[str, float]
 
 
+def iteration_products(matrices: Matrices, ranks: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the (m, n, k) of each product of an iteration on a matrix, on one of `ranks` ranks of its axis."""
+    side, other = matrices.sides
+    mine = other // ranks if matrices.sums_grams else other
+    return (side, side, mine), (side, side, side), (side, mine, side)
+
+
 class StepCosts:
     """Seconds of the operations of one pipeline rank's program. Call it with an operation."""
 
@@ -100,7 +109,7 @@ class StepCosts:
         self.config, self.layout, self.spec, self.device = config, layout, spec, device
         self.network = network or Network(device, layout)
         self.roofline = Roofline(device, min(layout.world_size, device.devices_per_node))
-        self.sizes = StepSizes(config, layout, spec)
+        self.sizes, self.uneven = StepSizes(config, layout, spec), update_imbalance(spec)
         frozen = config.training.freeze_parameters
         self.specs = stage_units(declare(config.model, layout.tp), layout, spec.rank, frozen)
         self.events: dict[tuple[str, bool], LayerEvents] = {}
@@ -134,7 +143,7 @@ class StepCosts:
             return max(move.num_bytes / speeds[move.axis] for move in self.sizes.moves(op))
         moving = self._moving(self.sizes.moves(op))
         if isinstance(op, Update):  # these are the collectives of all of a sharding group's ranks
-            moving *= self.spec.update_imbalance / self.spec.group(op.unit).parts
+            moving *= self.uneven / self.spec.group(op.unit).parts
         return moving + self._of_unit(op)
 
     def _moving(self, moves: tuple[Moved, ...]) -> float:
@@ -207,9 +216,9 @@ class StepCosts:
         sizes, steps, total = self.sizes, self.config.optimizer.muon_num_ns_steps, 0.0
         dtype = self.config.training.product_precision
         for matrices in sizes.optimized(unit).matrices:
-            shapes = matrices.products(sizes.parts_of(matrices))
+            shapes = iteration_products(matrices, sizes.parts_of(matrices))
             total += matrices.number * steps * sum(self.roofline.product(Product(1, *s), dtype) for s in shapes)
-        return total / self.spec.group(unit).parts * self.spec.update_imbalance
+        return total / self.spec.group(unit).parts * self.uneven
 
     def _update(self, unit: str) -> float:
         """Return the seconds of a fused update: two slices, with and without weight decay, and the casts."""

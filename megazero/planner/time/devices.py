@@ -18,7 +18,7 @@ from msgspec.structs import asdict
 
 from megazero.engine.options.schema import TrainingConfig
 from megazero.engine.options.step_options import Precision
-from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.layout.topology import Layout, Ranks, disjoint
 from megazero.files import read_small
 from megazero.typed_files import decode
 
@@ -195,11 +195,27 @@ class Device:
 
     def reserved_bytes(self, layout: Layout) -> int:
         """Return the bytes of libraries on a rank: a fixed amount, and one for each communicator."""
-        return int(self["memory.reserved"] + layout.communicators() * self.get("memory.communicator", 0.0))
+        return int(self["memory.reserved"] + communicators(layout) * self.get("memory.communicator", 0.0))
 
     def usable_bytes(self, layout: Layout) -> int:
         """Return the bytes of a device that are left for the engine and its activations."""
         return int(self["memory.capacity"]) - self.reserved_bytes(layout)
+
+
+def communicators(layout: Layout) -> int:
+    """Return the number of NCCL communicators of a rank: the world's, and one per split of `GroupMaker`.
+
+    Axes with the same ranks share one. A rank without a link in a split has one of its own.
+    """
+    if layout.world_size == 1:
+        return 0
+    parts = {axis: size for axis, size in layout.sizes.items() if axis != "pp"}
+    inner = len({(size, layout.stride(axis)) for axis, size in parts.items() if size > 1})
+    tied = layout.pp > 2 and layout.last_pp > 0
+    pairs: dict[tuple[int, int], list[Ranks]] = {}
+    for first, *way in layout.links():
+        pairs.setdefault((way[0], way[1]), []).append((first, (first + 1) % layout.pp))
+    return 1 + inner + (layout.pp > 1) + tied + sum(map(len, map(disjoint, pairs.values())))
 
 
 def interpolate(curve: Curve, x: float) -> float:

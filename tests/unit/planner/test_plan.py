@@ -21,6 +21,7 @@ from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import Few, estimate, stage_bytes
+from megazero.planner.imbalance import update_imbalance
 from megazero.planner.plan_report import summary
 from megazero.planner.run_plan import Plan, advice, make_plan, plan_config
 from megazero.planner.search.candidates import candidates
@@ -563,7 +564,7 @@ def test_updates_of_whole_matrices_by_hand() -> None:
     assert Counter(muon.sizes.moves(Update("blocks.1"))) == {gram: 6 * 6, number: 6}
     sent = sum(muon.network.collective("tp", "all-reduce", each.num_bytes) for each in [gram] * 36 + [number] * 6)
     bytes_moved = updated_bytes(muon.sizes.optimized("blocks.1")) / 1e12
-    uneven = spec.update_imbalance
+    uneven = update_imbalance(spec)
     assert muon(Update("blocks.1")) == pytest.approx((flops / 1e12 + sent) / 4 * uneven + bytes_moved)
     costs = [sum(unit.flat.cost(unit.owned[rank]) for unit in spec.units.values()) for rank in range(4)]
     assert uneven == pytest.approx(max(costs) / (sum(costs) / 4)) and uneven > 1

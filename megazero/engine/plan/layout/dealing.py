@@ -94,11 +94,6 @@ def imbalance(work: Sequence[int]) -> float:
     return max(work) * len(work) / sum(work) - 1
 
 
-def causal_imbalance(length: int, ranks: int, windows: Sequence[int] = (0,), multiple: int = 1) -> float:
-    """Return the imbalance of samples that are one document."""
-    return imbalance(deal(length, ranks, (), windows=windows, multiple=multiple).work)
-
-
 def _work(length: int, documents: Sequence[int], windows: Sequence[int]) -> Callable[[int], int]:
     """Return the work of the first n tokens, as a function of n."""
     starts = documents or (0,)

@@ -87,12 +87,6 @@ class Matrices(NamedTuple):
             return 3 * part + 2 * side * side
         return 3 * side * other + 2 * side * side + (part if ranks > 1 else 0)
 
-    def products(self, ranks: int) -> tuple[tuple[int, int, int], ...]:
-        """Return the (m, n, k) of each product of an iteration, of one of them, on one of `ranks` ranks of the axis."""
-        side, other = self.sides
-        mine = other // ranks if self.sums_grams else other
-        return (side, side, mine), (side, side, side), (side, mine, side)
-
 
 class FlatParam(NamedTuple):
     """The properties of a parameter that its place in the buffer depends on."""
@@ -180,6 +174,22 @@ class FlatLayout:
         if sequence_parallel:
             return self.replicated(axis)
         return _joined(section.range for section in self.sections if axis in section.summed)
+
+
+class Overlap(NamedTuple):
+    """The part of a parameter within a range of its unit's flat buffer."""
+
+    start: int  # in the parameter's local block, flat
+    stop: int
+    within: Range  # the same part, counted from the start of the range
+
+
+def overlap(window: Range, numel: int, owned: Range) -> Overlap:
+    """Return the part of a parameter of `numel` elements in `owned`, possibly empty, without its window's padding."""
+    true = Range(window.start, window.start + numel)
+    mine = true.within(owned)
+    first = mine.start + owned.start - true.start if mine.numel else 0
+    return Overlap(first, first + mine.numel, mine)
 
 
 def equal_ranges(numel: int, size: int) -> tuple[Range, ...]:

@@ -160,21 +160,6 @@ class Layout:
         """Copies of the sharded states of experts."""
         return self.data * self.tp // (self.ep * self.etp * self.expert_shard)
 
-    def communicators(self) -> int:
-        """Return the number of NCCL communicators of a rank: the world's, and one per split of `GroupMaker`.
-
-        Axes with the same ranks share one. A rank without a link in a split has one of its own.
-        """
-        if self.world_size == 1:
-            return 0
-        parts = {axis: size for axis, size in self.sizes.items() if axis != "pp"}
-        inner = len({(size, self.stride(axis)) for axis, size in parts.items() if size > 1})
-        tied = self.pp > 2 and self.last_pp > 0
-        pairs: dict[tuple[int, int], list[Ranks]] = {}
-        for first, *way in self.links():
-            pairs.setdefault((way[0], way[1]), []).append((first, (first + 1) % self.pp))
-        return 1 + inner + (self.pp > 1) + tied + sum(map(len, map(disjoint, pairs.values())))
-
     @property
     def sizes(self) -> dict[str, int]:
         """Return the size of every axis, and of all sub-axes but the embedding's."""

@@ -14,19 +14,18 @@
     + update()               Update, FetchWeights, Sync
 
 Every pass maps a list to a list; "+" inserts operations, "-" removes them. The interpreter (`step.interpreter`) runs
-the final list, `planner.bytes.estimate` counts its bytes, `planner.time.simulate` its seconds, and this prints it:
+the final list, `planner.bytes.estimate` counts its bytes, `planner.time.simulate` its seconds. To print it:
 
     python scripts/print_program.py --zero-stage 3 --num-layers 2 --vocab-size 50257 --world-size 2
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megazero.engine.plan.program.arena import delay, place_weights
 from megazero.engine.plan.program.offload import store_gradients
-from megazero.engine.plan.program.operations import COMPUTE, Keep, Op, Ops, Start, Wait, name_of
+from megazero.engine.plan.program.operations import Keep, Ops
 from megazero.engine.plan.program.passes import (
     assign_slots,
     expand_layers,
@@ -82,15 +81,3 @@ def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int 
         peak_live=peak_live(order),
         live_by_chunk=live,
     )
-
-
-# -- printing
-
-
-def text(ops: Iterable[Op]) -> Iterator[str]:
-    """Yield one line per operation: computation on the left, memory in the middle, communication on the right."""
-    for op in ops:
-        if isinstance(op, (Start, Wait)):
-            yield f"{'':34}{name_of(op)}"
-        else:
-            yield name_of(op) if isinstance(op, COMPUTE) else f"{'':17}{name_of(op)}"

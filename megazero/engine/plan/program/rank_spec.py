@@ -116,17 +116,6 @@ class RankSpec:
         """Return the ZeRO policy of a unit."""
         return self.group(unit).policy
 
-    @functools.cached_property
-    def update_imbalance(self) -> float:
-        """The cost of updating whole matrices on the busiest rank of a sharding group, over the mean of its ranks."""
-        found = [1.0]
-        for name in self.groups:
-            units = [unit for unit in self.units.values() if unit.group == name]
-            ranks = zip(*([unit.flat.cost(owned) for owned in unit.owned] for unit in units), strict=True)
-            costs = [sum(rank) for rank in ranks]
-            found += [max(costs) * len(costs) / sum(costs)] if sum(costs) else []
-        return max(found)
-
     @property
     def trained_units(self) -> list[str]:
         return [name for name, unit in self.units.items() if unit.trains]

@@ -13,6 +13,7 @@ from megazero.engine.mesh.collectives import Axis
 from megazero.engine.mesh.groups import GroupMaker
 from megazero.engine.mesh.mesh import Mesh, make_links
 from megazero.engine.plan.layout.topology import AXES, SUB_AXES, Layout, disjoint
+from megazero.planner.time.devices import communicators
 from tests.helpers.table import for_each
 
 MINUTE = datetime.timedelta(minutes=1)
@@ -88,7 +89,7 @@ def test_a_mesh_on_gpus_is_made_in_a_few_splits(layout: Layout, monkeypatch: pyt
         for (first, _, _), group in pp.links.items():
             assert set(group[1:-1]) == {pp.ranks[first], pp.ranks[(first + 1) % layout.pp]}
         assert len(splits.calls) <= 6 + 4 * 3
-        assert layout.communicators() == 1 + len(splits.names) == 1 + len(splits.calls), "and the world's"
+        assert communicators(layout) == 1 + len(splits.names) == 1 + len(splits.calls), "and the world's"
         assert [urgent for _, urgent in splits.calls].count(True) == 1
         seen.add(str(splits.calls))
         for group, name in splits.names.items():

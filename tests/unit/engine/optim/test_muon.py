@@ -13,6 +13,7 @@ from megazero.engine.optim.muon import OwnedMatrices, newton_schulz
 from megazero.engine.optim.step import StepParams
 from megazero.engine.options.schema import OptimizerConfig
 from megazero.engine.plan.layout.flat_layout import Matrices, Range
+from megazero.planner.time.costs import iteration_products
 from tests.helpers.table import for_each
 
 CONFIG = OptimizerConfig(
@@ -112,11 +113,11 @@ def test_a_matrix_is_gathered_if_its_divided_side_is_the_shorter_one() -> None:
     """Working memory and products by hand: up [64, 16] and its gate on four ranks, and keys [8, 16]."""
     up = Matrices(2, 64, 16, "tp", by_rows=True)
     assert up.sums_grams and up.sides == (16, 64) and up.working(4) == 3 * 16 * 16 + 2 * 16 * 16
-    assert up.products(4) == ((16, 16, 16), (16, 16, 16), (16, 16, 16))
-    assert up.products(2) == ((16, 16, 32), (16, 16, 16), (16, 32, 16))
+    assert iteration_products(up, 4) == ((16, 16, 16), (16, 16, 16), (16, 16, 16))
+    assert iteration_products(up, 2) == ((16, 16, 32), (16, 16, 16), (16, 32, 16))
     keys = Matrices(1, 8, 16, "tp", by_rows=True)
     assert not keys.sums_grams and keys.sides == (8, 16) and keys.working(4) == 3 * 8 * 16 + 2 * 8 * 8 + 2 * 16
-    assert keys.products(4) == ((8, 8, 16), (8, 8, 8), (8, 16, 8))
+    assert iteration_products(keys, 4) == ((8, 8, 16), (8, 8, 8), (8, 16, 8))
     down = Matrices(1, 16, 64, "tp", by_rows=False)
     assert down.sums_grams and down.sides == (16, 64)
     alone = Matrices(1, 64, 16)

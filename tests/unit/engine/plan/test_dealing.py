@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from megazero.engine.plan.layout.dealing import Deal, causal_imbalance, deal, deal_samples, imbalance, share
+from megazero.engine.plan.layout.dealing import Deal, deal, deal_samples, imbalance, share
+from megazero.planner.imbalance import causal_imbalance
 from tests.helpers.table import for_each
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from megazero.console.program_tool import lines_of
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import (
     ActivationConfig,
@@ -49,7 +50,7 @@ from megazero.engine.plan.program.operations import (
     name_of,
 )
 from megazero.engine.plan.program.passes import finish_gradients, merge_gathers
-from megazero.engine.plan.program.program import Program, program, text
+from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import RankSpec, rank_spec
 from megazero.engine.plan.schedule.schedules import EVALUATION
 from megazero.planner.time.simulate import simulate
@@ -259,7 +260,7 @@ def test_operations_of_different_types_differ() -> None:
 def test_a_program_is_printed_one_operation_per_line() -> None:
     spec = rank_spec(config(zero=ZeroConfig(3)), Layout(dp=2), 0, declare)
     step = program(spec, "1f1b", 1)
-    lines = list(text(step.gradients))
+    lines = list(lines_of(step.gradients))
     assert len(lines) == len(step.gradients) and "Forward blocks.0 mb 0" in lines
     command = "--zero-stage 3 --num-layers 5 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 128"
     done = subprocess.run(

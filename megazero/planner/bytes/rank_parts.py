@@ -7,27 +7,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megazero.engine.options.schema import Config
-from megazero.engine.plan.layout.flat_layout import FlatLayout, Range
+from megazero.engine.plan.layout.flat_layout import FlatLayout, Range, overlap
 from megazero.engine.plan.layout.layers import Declare, Layers, stage_units
 from megazero.engine.plan.layout.parameters import LocalBlock, ParamSpec, unit_layout
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import ShardingGroup, group_of, owned_ranges, sharding_groups
-
-
-class Overlap(NamedTuple):
-    """The part of a parameter within a range of its unit's flat buffer."""
-
-    start: int  # in the parameter's local block, flat
-    stop: int
-    within: Range  # the same part, counted from the start of the range
-
-
-def overlap(window: Range, block: LocalBlock, owned: Range) -> Overlap:
-    """Return the part of a parameter in `owned`, possibly empty. Padding at the end of its window is excluded."""
-    true = Range(window.start, window.start + block.numel)
-    mine = true.within(owned)
-    first = mine.start + owned.start - true.start if mine.numel else 0
-    return Overlap(first, first + mine.numel, mine)
 
 
 class RankPart(NamedTuple):
@@ -47,7 +31,7 @@ def rank_parts(config: Config, layout: Layout, rank: int, declare: Declare) -> I
         owned = ranges[places[group.axis]]
         for spec in specs:
             block = spec.local(places, sizes)
-            part = overlap(flat.windows[spec.name], block, owned)
+            part = overlap(flat.windows[spec.name], block.numel, owned)
             yield RankPart(spec, block, part.start, part.stop)
 
 
