@@ -29,6 +29,7 @@ from megazero.engine.options.schema import Config, TrainingConfig
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
 from megazero.flags.resolve import resolve
+from megazero.observe.step_metrics import memory_bytes
 from megazero.planner.bytes.estimate import stage_bytes
 from megazero.planner.time.devices import known_devices, load_device
 from megazero.planner.trace.trace import model_flops
@@ -79,7 +80,7 @@ class Own:
 
     def step(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
         result = self.engine.train_step(1, [MicroBatch(ids, labels, self.mask, self.samples)])
-        self.memory = self.engine.memory_bytes(result)
+        self.memory = memory_bytes(self.engine, result)
         return result.loss
 
     def predicted_peak(self, device: torch.device) -> int:

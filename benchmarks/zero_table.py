@@ -25,6 +25,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
 from megazero.flags.resolve import resolve
+from megazero.observe.step_metrics import memory_bytes
 from megazero.planner.bytes.estimate import estimate, stage_bytes
 
 MODEL = ModelConfig(num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=64, vocab_size=1024)
@@ -61,7 +62,7 @@ def measure(rank: int, world: int, backend: str, store: Any, stages: range) -> l
         result = engine.train_step(1, [MicroBatch(ids[:, :-1], ids[:, 1:], torch.ones(1, MODEL.seq_length), (0,))])
         after = mesh.sent()
         traffic = {kind: after[kind] - before[kind] for kind in after}
-        found.append({"memory": engine.memory_bytes(result), "traffic": traffic})
+        found.append({"memory": memory_bytes(engine, result), "traffic": traffic})
     if world > 1:
         dist.destroy_process_group()
     return found

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.model.layers.kv_cache import KVCache
+from megazero.generation.kv_cache import KVCache
 from megazero.generation.sampling import Sampling
 
 

@@ -14,13 +14,13 @@ from megazero.engine.memory.tracker import MemoryTracker
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.context_parallel.dealt import Ranges, num_tokens
 from megazero.engine.model.layers.context import DTYPES, Context, MicroBatchInfo, ResidualStream
-from megazero.engine.model.layers.kv_cache import KVCache
 from megazero.engine.model.layers.weight import Weight
 from megazero.engine.model.stage import Stage, declare
 from megazero.engine.options.schema import ModelConfig
 from megazero.engine.step.expert_loads import Routers
 from megazero.engine.zero.shards import LocalShard
 from megazero.generation.generate import NewTokens
+from megazero.generation.kv_cache import KVCache
 
 
 class InferenceModel:

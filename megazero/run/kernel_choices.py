@@ -5,6 +5,7 @@ Each returns the configuration with the choice in place of `auto`, and a line fo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from megazero.engine.kernels.dropout import Dropout, Rows
 from megazero.engine.kernels.kernel_table import EAGER, TRITON
-from megazero.engine.kernels.matmul import FASTER, onednn_gain
+from megazero.engine.kernels.matmul import TORCH, Products
 from megazero.engine.mesh.collectives import MAX
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.options.schema import Config
@@ -22,6 +23,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.torch_private import has_onednn
 
 LEAST, MOST = 10**8, 2 * 10**9  # FLOPs of a product: below the first oneDNN gains nothing; the second takes long enough
+FASTER = 1.25  # least gain at which oneDNN is chosen. A smaller one may be noise, and a resumed run would differ
 
 
 def _with(config: Config, **options: Any) -> Config:
@@ -72,6 +74,34 @@ def triton_complaint(device: torch.device) -> str:
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return "" if same else "its mask is not torch's"
+
+
+def onednn_gain(tokens: int, inner: int, outer: int, turns: int = 5) -> float:
+    """Return torch's CPU time over oneDNN's for the three products of x [tokens, inner] and weight [outer, inner].
+
+    The time is this thread's. Other threads of a product have equal parts of it.
+    """
+    x, dy, weight = torch.randn(tokens, inner), torch.randn(tokens, outer), torch.randn(outer, inner)
+    gradient = torch.empty(outer, inner)
+
+    def seconds(products: Products) -> float:
+        start = time.thread_time()  # on a loaded machine, the time on a clock varies by a factor of 6
+        products.output(x, weight)
+        products.input_grad(dy, weight)
+        products.weight_grad(x, dy, gradient, add=False)
+        return time.thread_time() - start
+
+    return fastest_ratio(lambda: seconds(TORCH), lambda: seconds(Products(onednn=True)), turns)
+
+
+def fastest_ratio(ours: Callable[[], float], theirs: Callable[[], float], turns: int) -> float:
+    """Return the least of `turns` results of `ours` over the least of `theirs`.
+
+    They take turns, after one turn that does not count. The least counts, because other work only slows down.
+    """
+    ours(), theirs()
+    found = [(ours(), theirs()) for _ in range(turns)]
+    return min(a for a, _ in found) / min(b for _, b in found)
 
 
 def choose_matmul_backend(

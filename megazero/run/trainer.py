@@ -23,6 +23,7 @@ from megazero.observe.memory_report import explain_out_of_memory
 from megazero.observe.pauses import Pauses
 from megazero.observe.profiling import Profiler
 from megazero.observe.progress_line import Record
+from megazero.observe.step_metrics import expert_metrics, memory_bytes
 from megazero.planner.time.devices import peak_flops
 from megazero.planner.trace.trace import model_flops
 from megazero.run.evaluation import Evaluation, Evaluator
@@ -161,7 +162,7 @@ class Trainer:
             "tokens_per_second": samples * config.model.seq_length / seconds,
             "tflops_per_device": speed / 1e12,
             **({"mfu": speed / self.peak_flops} if self.peak_flops else {}),
-            "memory_bytes": self.engine.memory_bytes(result),
+            "memory_bytes": memory_bytes(self.engine, result),
             "traffic_bytes": traffic,
         }
         if result.imbalance is not None:
@@ -170,7 +171,7 @@ class Trainer:
             record["mtp_losses"] = {str(depth): loss for depth, loss in enumerate(result.mtp_losses, 1)}
         if result.experts is not None:
             ends = self.due(config.evaluation.eval_interval) or self.due(config.training.train_iters)
-            record |= result.experts.metrics(config.model, choices=ends)
+            record |= expert_metrics(result.experts, config.model, choices=ends)
         if self.leads and self.profiler.traces:
             found = device_fragmentation(self.mesh.device)
             if found is not None:

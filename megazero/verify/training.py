@@ -25,6 +25,7 @@ from megazero.engine.plan.program.operations import Backward, Forward, Op, Updat
 from megazero.engine.step.engine import Engine
 from megazero.engine.zero.flat_unit import OwnedPart
 from megazero.log import log_as
+from megazero.observe.step_metrics import memory_bytes
 from megazero.run.checkpoints import CheckpointLoader, Checkpoints
 from megazero.run.trainer import Trainer
 
@@ -213,7 +214,7 @@ def _step(trainer: Trainer, recorder: StepRecorder) -> VerifiedStep:
         samples=samples,
         skipped=result.skipped,
         choices=result.experts.choices if result.experts is not None else (),
-        memory=engine.memory_bytes(result),
+        memory=memory_bytes(engine, result),
         traffic={kind: n - sent[kind] - recorder.traffic[kind] for kind, n in trainer.mesh.sent().items()},
         layers=dict(recorder.layers),
         gradients=recorder.gradients,

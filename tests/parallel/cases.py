@@ -28,6 +28,7 @@ from megazero.engine.step.engine import Engine
 from megazero.engine.step.expert_loads import ExpertLoads
 from megazero.flags.resolve import resolve
 from megazero.observe.memory_report import explain_out_of_memory
+from megazero.observe.step_metrics import memory_bytes
 
 # Odd on purpose: 5 layers, 6 heads, a prime vocabulary, a sequence that no axis divides. Weights of 0.05: with 0.02 in
 # so narrow a model, gradients of queries and keys come near fp32's rounding, and Adam makes a full step of their noise.
@@ -340,7 +341,7 @@ def train_on(
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)
         outcome.sent.append({kind: after[kind] - before[kind] for kind in after})
-        outcome.memory.append(engine.memory_bytes(result))
+        outcome.memory.append(memory_bytes(engine, result))
         outcome.by_corpus.append(result.loss_by_corpus)
         outcome.experts.append(result.experts)
         outcome.ahead.append(result.mtp_losses)

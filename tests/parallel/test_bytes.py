@@ -20,6 +20,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
 from megazero.engine.step.results import StepResult
 from megazero.flags.resolve import resolve
+from megazero.observe.step_metrics import memory_bytes
 from megazero.planner.bytes.estimate import estimate
 from megazero.planner.parameter_counts import num_parameters
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
@@ -142,7 +143,7 @@ def evaluated(rank: int, case: Case) -> tuple[dict[str, int], dict[str, int], in
     batches, sent = micro_batches(case, engine.mesh, 0), engine.mesh.sent()
     result = StepResult(*engine.evaluate(batches), 0, 1, False, None, gradient_bytes=engine.tracker.now["gradients"])
     traffic = {kind: total - sent[kind] for kind, total in engine.mesh.sent().items()}
-    return engine.memory_bytes(result), traffic, unknown
+    return memory_bytes(engine, result), traffic, unknown
 
 
 @pytest.mark.parametrize(

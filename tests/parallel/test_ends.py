@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from megazero.engine.kernels.dropout import Rows
 from megazero.engine.model.layers.context import MicroBatchInfo
-from megazero.engine.model.layers.kv_cache import KVCache
 from megazero.engine.options.architectures import ARCHITECTURES
+from megazero.generation.kv_cache import KVCache
 from megazero.planner.bytes.estimate import estimate
 from tests import reference
 from tests.helpers.rings import by_default

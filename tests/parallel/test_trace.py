@@ -14,6 +14,7 @@ from megazero.engine.options.schema import LogConfig
 from megazero.engine.plan.program.operations import Start, Wait, axis_of, name_of
 from megazero.engine.step.engine import Engine
 from megazero.observe.profiling import Profiler
+from megazero.observe.step_metrics import memory_bytes
 from tests.parallel.cases import Case, micro_batches, new_engine
 
 CASES = [
@@ -42,7 +43,7 @@ def traced_steps(rank: int, case: Case, folder: str) -> Seen:
         assert (engine.tracker.watch is not None) == (FIRST <= iteration <= LAST)
         result = engine.train_step(iteration, micro_batches(case, engine.mesh, iteration - 1))
         profiler.end()
-        memory[iteration] = engine.memory_bytes(result)
+        memory[iteration] = memory_bytes(engine, result)
     step = engine.program(case.schedule, case.micro_batches)
     ops = [*step.gradients, *step.update]
     return Seen(

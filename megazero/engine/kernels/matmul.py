@@ -7,16 +7,12 @@ compiled models, so it is used only where it is measured to be faster. The two d
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from megazero.torch_private import onednn_linear
-
-FASTER = 1.25  # least gain at which oneDNN is chosen. A smaller one may be noise, and a resumed run would differ
 
 
 @dataclass(frozen=True)
@@ -112,31 +108,3 @@ def write_or_add(gradient: torch.Tensor, out: torch.Tensor, add: bool) -> None:
         out.add_(gradient)
     else:
         out.copy_(gradient)
-
-
-def onednn_gain(tokens: int, inner: int, outer: int, turns: int = 5) -> float:
-    """Return torch's CPU time over oneDNN's for the three products of x [tokens, inner] and weight [outer, inner].
-
-    The time is this thread's. Other threads of a product have equal parts of it.
-    """
-    x, dy, weight = torch.randn(tokens, inner), torch.randn(tokens, outer), torch.randn(outer, inner)
-    gradient = torch.empty(outer, inner)
-
-    def seconds(products: Products) -> float:
-        start = time.thread_time()  # on a loaded machine, the time on a clock varies by a factor of 6
-        products.output(x, weight)
-        products.input_grad(dy, weight)
-        products.weight_grad(x, dy, gradient, add=False)
-        return time.thread_time() - start
-
-    return fastest_ratio(lambda: seconds(TORCH), lambda: seconds(Products(onednn=True)), turns)
-
-
-def fastest_ratio(ours: Callable[[], float], theirs: Callable[[], float], turns: int) -> float:
-    """Return the least of `turns` results of `ours` over the least of `theirs`.
-
-    They take turns, after one turn that does not count. The least counts, because other work only slows down.
-    """
-    ours(), theirs()
-    found = [(ours(), theirs()) for _ in range(turns)]
-    return min(a for a, _ in found) / min(b for _, b in found)

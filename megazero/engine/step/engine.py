@@ -419,19 +419,3 @@ class Engine:
         if self.scale and state["loss_scale"]:
             known = state["loss_scale"]
             self.scale = replace(self.scale, **{key: known[key] for key in ("value", "left", "good")})
-
-    def memory_bytes(self, result: StepResult) -> dict[str, int]:
-        """Return this rank's memory in the iteration of `result`, by kind, as docs/metrics.md defines them."""
-        now, peak = self.tracker.now, self.tracker.peak
-        on_gpu = self.mesh.device.type == "cuda"
-        return {
-            "parameters": now["parameters"],
-            "optimizer": now["optimizer"],
-            "gradients": result.gradient_bytes,
-            "activation_checkpoints": peak["activation_checkpoints"],
-            "buffers": peak["buffers"],
-            "logits": peak["logits"],
-            "peak": torch.cuda.max_memory_allocated(self.mesh.device) if on_gpu else self.tracker.total_peak,
-            "host": peak["host"],
-            "nvme": now["nvme"],
-        }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -39,22 +39,6 @@ class ExpertLoads(NamedTuple):
     def imbalance(self) -> tuple[float, ...]:
         """Layer by layer, the choices of the busiest expert over the mean of all experts."""
         return tuple(max(each) * len(each) / max(1, sum(each)) for each in self.choices)
-
-    def metrics(self, model: ModelConfig, choices: bool) -> dict[str, Any]:
-        """Return the fields of metrics.jsonl.
-
-        Args:
-            choices: also those of every expert, which are many numbers.
-        """
-        layers = list(map(str, model.expert_layers))
-        return {
-            "moe_load": dict(zip(layers, self.imbalance, strict=True)),
-            "moe_router_entropy": self.entropy,
-            "moe_dropped": self.dropped,
-            **({"moe_aux_loss": self.aux_loss} if model.moe_aux_loss_coeff else {}),
-            **({"moe_z_loss": self.z_loss} if model.moe_z_loss_coeff else {}),
-            **({"moe_choices": dict(zip(layers, self.choices, strict=True))} if choices else {}),
-        }
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ residual stream on this rank, c any width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,8 +25,8 @@ from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.balance import Balance
 from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.documents import Documents
-from megazero.engine.model.layers.kv_cache import KVCache
 from megazero.engine.model.layers.weight import GradWriter, Weight
+from megazero.engine.model.scores import Scores
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.parameters import ParamSpec
 
@@ -220,6 +220,23 @@ def kept_bytes(writes: Iterable[GradWriter]) -> int:
     return sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values())
 
 
+class AttentionCache(Protocol):
+    """Keys and values of earlier tokens, to which those of new tokens are added: `generation.kv_cache`."""
+
+    def attend(
+        self,
+        layer: int,
+        scores: Scores,
+        prompt: Callable[..., torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        rows: tuple[Rows, ...],
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store new tokens' keys and values, then return the attention of their queries; see `KVCache.attend`."""
+
+
 class MicroBatchInfo(NamedTuple):
     """A micro-batch as its layers see it: b samples of s tokens."""
 
@@ -228,7 +245,7 @@ class MicroBatchInfo(NamedTuple):
     training: bool  # False: an evaluation, without dropout
     rows: tuple[Rows, ...]  # the T' tokens, by sample; a row is a token's index in its sample
     runs: tuple[range, ...]  # the positions of the T' tokens, as ranges of consecutive ones
-    cache: KVCache | None = None  # in generation: keys and values of earlier tokens, to which these are added
+    cache: AttentionCache | None = None  # in generation
     attention_documents: Documents | None = None  # attention is restricted to them; None: whole samples
     position_documents: Documents | None = None  # positions restart with them; None: with every sample
     dealt: DealtTokens | None = None  # this rank's part of each sample; None: all of it

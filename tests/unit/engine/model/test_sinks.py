@@ -14,10 +14,10 @@ from megazero.engine.kernels.eager import clamped_swiglu, clamped_swiglu_grad
 from megazero.engine.kernels.kernel_table import EAGER
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.attention import CoreAttention
-from megazero.engine.model.layers.kv_cache import KVCache
 from megazero.engine.model.layers.sinks import Sinks
 from megazero.engine.model.scores import Scores
 from megazero.engine.options.schema import ModelConfig
+from megazero.generation.kv_cache import KVCache
 from tests.helpers.table import for_each
 from tests.pretended_gpu import GPU, pretended_gpu
 from tests.unit.engine.model.test_experts import context_of

@@ -15,7 +15,6 @@ from megazero.engine.kernels.dropout import Dropout, Rows
 from megazero.engine.kernels.kernel_table import EAGER
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.attention import CoreAttention
-from megazero.engine.model.layers.kv_cache import KVCache
 from megazero.engine.model.scores import Scores
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig, TrainingConfig
@@ -23,6 +22,7 @@ from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
+from megazero.generation.kv_cache import KVCache
 from megazero.interop.huggingface.families import MODELS, family_of
 from megazero.planner.run_plan import make_plan, plan_config
 from megazero.planner.trace.kernel_records import Operator
