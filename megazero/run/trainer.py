@@ -18,6 +18,7 @@ from megazero.engine.step.engine import Engine
 from megazero.engine.step.results import StepResult
 from megazero.flags.validate import skipped_samples
 from megazero.log import log
+from megazero.observe.bad_step import diagnose_step
 from megazero.observe.fragmentation import device_fragmentation
 from megazero.observe.memory_report import explain_out_of_memory
 from megazero.observe.pauses import Pauses
@@ -64,7 +65,8 @@ class Trainer:
         chosen, products = choose_matmul_backend(config, mesh)
         self.config, kernels = choose_kernels(chosen, mesh)
         self.choices = "\n".join(filter(None, (products, kernels)))
-        self.engine = Engine(self.config, mesh, max(1, len(datasets.named)), explain_out_of_memory)
+        num_corpora = max(1, len(datasets.named))
+        self.engine = Engine(self.config, mesh, num_corpora, explain_out_of_memory, diagnose=diagnose_step)
         self.profiler = Profiler(self.config, self.engine)
         self.progress, self.pauses = Progress(), Pauses()
         self.skip_reason: str | None = None  # cause, if the last iteration made no update

@@ -27,6 +27,7 @@ from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
 from megazero.engine.step.expert_loads import ExpertLoads
 from megazero.flags.resolve import resolve
+from megazero.observe.bad_step import diagnose_step
 from megazero.observe.memory_report import explain_out_of_memory
 from megazero.observe.step_metrics import memory_bytes
 
@@ -310,7 +311,8 @@ class Outcome(NamedTuple):
 
 
 def new_engine(rank: int, case: Case) -> Engine:
-    return Engine(case.config(), Mesh.build(case.layout, rank, torch.device("cpu")), explain=explain_out_of_memory)
+    mesh = Mesh.build(case.layout, rank, torch.device("cpu"))
+    return Engine(case.config(), mesh, explain=explain_out_of_memory, diagnose=diagnose_step)
 
 
 def evaluate(rank: int, case: Case) -> tuple[float, int]:

@@ -18,9 +18,9 @@ from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import Backward, Forward, Op, Reduce, Start
-from megazero.engine.step.bad_step import LayerResult, samples_text
 from megazero.engine.step.engine import Engine, LossScaleExhausted
 from megazero.flags.resolve import resolve
+from megazero.observe.bad_step import LayerResult, diagnose_step, samples_text
 from tests.parallel.cases import Case, MicroBatch, micro_batches, new_engine, train
 
 
@@ -84,7 +84,7 @@ def overflow(rank: int, case: Case) -> tuple[list[float], str]:
     """Loss scales until the run gives up."""
     config = case.config()
     training = replace(config.training, initial_loss_scale=2.0**40, min_loss_scale=2.0**38, hysteresis=2)
-    engine = Engine(replace(config, training=training), new_engine(rank, case).mesh)
+    engine = Engine(replace(config, training=training), new_engine(rank, case).mesh, diagnose=diagnose_step)
     before, scales = state_of(engine), []
     for number in range(1, 10):
         try:

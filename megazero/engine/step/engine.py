@@ -16,7 +16,6 @@ import torch
 
 from megazero.engine.activations.store import KeptInputs
 from megazero.engine.memory.tracker import MemoryTracker
-from megazero.engine.mesh.collectives import MIN
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.context import Context, DeviceBatch
 from megazero.engine.model.stage import Stage, block_numbers, declare
@@ -27,7 +26,6 @@ from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.plan.schedule.schedules import EVALUATION
-from megazero.engine.step.bad_step import Inspector, first_bad_result
 from megazero.engine.step.batch import Dealer, MicroBatch, Uploaded, sum_by_corpus, upload_step
 from megazero.engine.step.expert_loads import Routers
 from megazero.engine.step.interpreter import ActivationSpec, Compute, Interpreter
@@ -39,6 +37,8 @@ from megazero.engine.zero.shards import LocalShard
 from megazero.engine.zero.zero import Zero
 
 Explain = Callable[[Exception, "Engine", Program], str]
+# (engine; samples of each micro-batch; repeats the step's gradients, None: without need) -> why the step is skipped
+Diagnose = Callable[["Engine", list[tuple[int, ...]], Callable[[], None] | None], str]
 
 
 class LossScaleExhausted(Exception):
@@ -48,15 +48,24 @@ class LossScaleExhausted(Exception):
 class Engine:
     """One rank's part of the model, its optimizer and its programs."""
 
-    def __init__(self, config: Config, mesh: Mesh, num_corpora: int = 1, explain: Explain | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        num_corpora: int = 1,
+        explain: Explain | None = None,
+        diagnose: Diagnose | None = None,
+    ) -> None:
         """Build the model with its initial weights on this rank's device.
 
         Args:
             config: resolved; see `choose_kernels` and `choose_matmul_backend`.
             num_corpora: number of corpora with losses of their own.
             explain: text to add to an exception of a step's operation, such as a memory report; empty: none.
+            diagnose: names a gradient that is not finite, on all ranks; may discard the gradients and repeat the step.
         """
         self.explain = explain or (lambda error, engine, step: "")
+        self.diagnose = diagnose or (lambda engine, samples, repeat: "a gradient is not finite")
         self.num_corpora = num_corpora
         self.config, self.mesh, self.tracker = config, mesh, MemoryTracker()
         self.updates = 0  # so far, for Adam's bias correction
@@ -210,10 +219,15 @@ class Engine:
 
     def _skip(self, step: Program, batches: Sequence[MicroBatch], uploaded: Uploaded, found: Computed) -> str:
         """Discard the gradients, and return why: no target counts, or a gradient is not finite."""
-        reason = self._first_nonfinite() if found.targets else "no target counts in this batch"
+        reason = "no target counts in this batch"
+        if found.targets:
+            ordinary = self.scale is not None and math.isfinite(found.loss)  # overflow in fp16
+
+            def repeat() -> None:
+                self._run(step, uploaded, found.seeds)
+
+            reason = self.diagnose(self, [batch.samples for batch in batches], None if ordinary else repeat)
         self.zero.discard_gradients()
-        if found.targets and (self.scale is None or not math.isfinite(found.loss)):  # not an ordinary fp16 overflow
-            reason = f"{self._first_bad_result(step, batches, uploaded, found.seeds)}; {reason}"
         return reason
 
     def _parts(self, batches: Sequence[MicroBatch], samples: int) -> int:
@@ -251,31 +265,6 @@ class Engine:
         self.tracker.begin_iteration()
         if self.mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.mesh.device)
-
-    def _first_nonfinite(self) -> str:
-        """Name the model's first parameter whose gradient is not finite on a rank, and the lowest such rank.
-
-        All ranks call this and return the same.
-        """
-        mesh, mine = self.mesh, self.zero.first_nonfinite()
-        names = [spec.name for spec in self.layers.params()]
-        at = names.index(mine) if mine is not None else len(names)
-        at, rank = divmod(mesh.agree(at * mesh.world.size + mesh.rank, MIN), mesh.world.size)
-        return f"the gradient of {names[at]} is not finite on rank {rank}" if at < len(names) else "a sum of gradients"
-
-    def _first_bad_result(
-        self, step: Program, batches: Sequence[MicroBatch], uploaded: Uploaded, seeds: torch.Tensor
-    ) -> str:
-        """Repeat the step's gradients and name the first result that is not finite. All ranks call this."""
-        inspector, observe = Inspector(self.interpreter, self.layers), self.interpreter.observe
-        self.interpreter.observe = inspector
-        try:
-            self._run(step, uploaded, seeds)
-        finally:
-            self.interpreter.observe = observe
-            self.zero.discard_gradients()
-        found = first_bad_result(self.mesh, inspector, [batch.samples for batch in batches])
-        return found or "every layer's result was finite when the step was computed again"
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """Return (sum of the cross-entropies, number of targets) of a global batch, on all ranks."""

@@ -170,13 +170,6 @@ class UnitGradients:
         ranges = [Range(0, self.unit.numel)] if self.mesh.tp.is_first else self.unit.layout.sharded("tp")
         return [gradient[part.slice()] for part in self.unit.owned_in(ranges)]
 
-    def first_nonfinite(self) -> str | None:
-        """Return the name of the first parameter whose reduced gradient, in the owned range, is not finite."""
-        for part in self.unit.owned_parts():
-            if self.reduced is not None and not self.sharded_grad[part.owned.slice()].isfinite().all():
-                return part.spec.name
-        return None
-
     def take(self) -> Buffer:
         """Hand over the reduced gradient; the caller ends its allocation."""
         assert self.reduced is not None, f"the gradients of {self.unit.name} are not reduced"

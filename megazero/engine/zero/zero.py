@@ -184,11 +184,6 @@ class Zero:
         for unit in self.units.values():
             unit.gradients.discard()
 
-    def first_nonfinite(self) -> str | None:
-        """Return the name of this rank's first parameter whose gradient is not finite."""
-        found = (unit.gradients.first_nonfinite() for unit in self.trained_units)
-        return next((name for name in found if name is not None), None)
-
     def owned_states(self) -> Iterator[tuple[OwnedPart, dict[str, torch.Tensor]]]:
         """Yield every part that this rank owns, with its tensors in a checkpoint, by name: master weights and moments.
 

@@ -23,6 +23,7 @@ from megazero.engine.options.batch_sizes import BatchSizes
 from megazero.engine.step.batch import Dealer
 from megazero.flags.stages import WHOLE
 from megazero.interop.huggingface.weight_files import open_weights
+from megazero.observe.bad_step import diagnose_step
 from megazero.observe.memory_report import device_in_use, explain_out_of_memory
 from megazero.world import World
 from tests.helpers.notes import As, Call, Kind, Notes, calls_of, differences
@@ -210,7 +211,13 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     },
     "choose_matmul_backend": {"config": CONFIG, "mesh": MESH, "measure": Kind("function")},
     "choose_kernels": {"config": CONFIG, "mesh": MESH, "complaint": None},
-    "Engine": {"config": CONFIG, "mesh": MESH, "num_corpora": 2, "explain": explain_out_of_memory},
+    "Engine": {
+        "config": CONFIG,
+        "mesh": MESH,
+        "num_corpora": 2,
+        "explain": explain_out_of_memory,
+        "diagnose": diagnose_step,
+    },
     "Profiler": {"config": CONFIG, "engine": ENGINE},
     "Checkpoints": {
         "config": CONFIG,

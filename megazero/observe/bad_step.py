@@ -1,9 +1,9 @@
-"""Name the first result of a step that is not finite, by computing the step again and checking every operation."""
+"""Name the first gradient and the first result of a step that are not finite; the step is computed again for these."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,9 +13,11 @@ from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.options.batch_sizes import PADDING
 from megazero.engine.plan.layout.layers import End, Layers
 from megazero.engine.plan.program.operations import Backward, Forward, Op
+from megazero.engine.step.engine import Engine
 from megazero.engine.step.interpreter import Interpreter
 from megazero.units import ranges
 
+NOT_AGAIN = "every layer's result was finite when the step was computed again"
 NONE = 1 << 30  # above all orders of layers and numbers of micro-batches
 
 
@@ -57,6 +59,48 @@ class Inspector:
             if result is not None and not result.isfinite().all():
                 found = LayerResult.of(op, self.layers)
                 self.first = found if self.first is None else min(self.first, found)
+
+
+def diagnose_step(engine: Engine, samples: Sequence[tuple[int, ...]], repeat: Callable[[], None] | None) -> str:
+    """Name the first gradient that is not finite and, if the step can be repeated, first the first such result.
+
+    All ranks call this and return the same.
+
+    Args:
+        samples: global numbers of this rank's micro-batches.
+        repeat: computes the step's gradients again.
+    """
+    reason = first_bad_gradient(engine)
+    if repeat is None:
+        return reason
+    engine.zero.discard_gradients()
+    inspector, observe = Inspector(engine.interpreter, engine.layers), engine.interpreter.observe
+    engine.interpreter.observe = inspector
+    try:
+        repeat()
+    finally:
+        engine.interpreter.observe = observe
+        engine.zero.discard_gradients()
+    found = first_bad_result(engine.mesh, inspector, samples)
+    return f"{found or NOT_AGAIN}; {reason}"
+
+
+def first_bad_gradient(engine: Engine) -> str:
+    """Name the model's first parameter whose gradient is not finite on a rank, and the lowest such rank."""
+    mesh, world = engine.mesh, engine.mesh.world.size
+    names = [spec.name for spec in engine.layers.params()]
+    at = min((names.index(name) for name in _bad_gradients(engine)), default=len(names))
+    at, rank = divmod(mesh.agree(at * world + mesh.rank, MIN), world)
+    return f"the gradient of {names[at]} is not finite on rank {rank}" if at < len(names) else "a sum of gradients"
+
+
+def _bad_gradients(engine: Engine) -> Iterator[str]:
+    """Yield this rank's parameters whose reduced gradient, in the owned range, is not finite."""
+    for unit in engine.zero.trained_units:
+        gradients = unit.gradients
+        for part in unit.flat.owned_parts() if gradients.reduced is not None else ():
+            if not gradients.sharded_grad[part.owned.slice()].isfinite().all():
+                yield part.spec.name
 
 
 def first_bad_result(mesh: Mesh, inspector: Inspector, samples: Sequence[tuple[int, ...]]) -> str | None:
