@@ -65,7 +65,7 @@ class UnitWeights:
             member.weight.data = view
 
     def start_all_gather(self, arena: torch.Tensor, offset: int) -> Pending:
-        """Stage 3: all-gather the weights into `arena` at element `offset`. They are usable after `point_at_gathered`."""
+        """Stage 3: all-gather the weights into `arena` at element `offset`. Usable after `point_at_gathered`."""
         assert self.unsharded is None, f"{self.unit.name} is already gathered"
         self.unsharded = arena[offset : offset + self.unit.numel]
         return self.unit.shard.start_all_gather(self.sharded, self.unsharded, self.unit.uneven)
