@@ -72,7 +72,7 @@ class Interpreter:
         pending: asynchronous operations in flight.
         current: the operation being executed, for reports of hangs and errors. None between steps.
         since: the time at which it began, by time.monotonic.
-        square_sum: of all gradients, a scalar in fp64 on the device: set by Norm.
+        square_sum: of all gradients, a scalar in fp64 on the device: set by GradNorm.
         observe: a context manager around every operation, for profilers, traces and tests.
     """
 
@@ -137,7 +137,7 @@ class Interpreter:
         return self._kept
 
     def reset(self) -> None:
-        """Remove all micro-batches, because the previous step may have failed.
+        """Discard the state of the previous step, which may have failed.
 
         Only the all-gathers of updated weights (Sync) stay in flight: the next step waits for them.
         """
@@ -286,7 +286,7 @@ class Interpreter:
 
         def received() -> None:
             gather.wait()
-            unit.weights.gathered()
+            unit.weights.point_at_gathered()
 
         return Pending(then=received)
 

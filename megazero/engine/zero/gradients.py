@@ -37,7 +37,7 @@ class UnitGradients:
 
     @property
     def persistent_numel(self) -> tuple[int, int]:
-        """Elements of `unsharded` and `sharded` in the arena (--contiguous-checkpointing)."""
+        """Elements of `unsharded` and `reduced` in the arena (--contiguous-checkpointing)."""
         if not self.unit.trains:
             return 0, 0
         return self.unit.numel * self.kept.unsharded, self.unit.owned.numel * self.kept.sharded

@@ -59,8 +59,8 @@ class OptimizerShard:
     """Master weights and states of one unit, in fp32 (fp64 with --precision fp64), on the device or in host memory.
 
     Attributes:
-        master: [owned], updated by the optimizer; on the device, the same tensor as sharded weights that are as wide.
-            Split ones have their upper bits in the sharded weights.
+        master: [owned], updated by the optimizer. On the device, it is the tensor of the sharded weights if they have
+            its dtype. A split master keeps its upper 16 bits in the sharded weights.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class UnitWeights:
             member.weight.data = view
 
     def start_all_gather(self, arena: torch.Tensor, offset: int) -> Pending:
-        """Stage 3: all-gather the weights into `arena` at element `offset`. They are usable after `gathered`."""
+        """Stage 3: all-gather the weights into `arena` at element `offset`. Usable after `point_at_gathered`."""
         assert self.unsharded is None, f"{self.unit.name} is already gathered"
         self.unsharded = arena[offset : offset + self.unit.numel]
         return self.unit.shard.start_all_gather(self.sharded, self.unsharded, self.unit.uneven)
@@ -78,7 +78,7 @@ class UnitWeights:
         self._views = {}
         self._point()
 
-    def gathered(self) -> None:
+    def point_at_gathered(self) -> None:
         """Point the parameters at the weights that `start_all_gather` has received."""
         self._point()
 

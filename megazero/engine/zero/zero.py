@@ -1,14 +1,17 @@
 """ZeRO-DP as one mechanism: the stage chooses which of optimizer states, gradients and parameters are sharded.
 
-N is the number of ranks that share one copy. They are a *sharding group*: its units have one policy, axis and reducer.
+N ranks partition one copy of the model states among them. They are a *sharding group*: its units have one policy, axis
+and reducer.
 
 | ZeRO stage                           | 0               | 1               | 2                | 3                |
 |--------------------------------------|-----------------|-----------------|------------------|------------------|
 | owned range of a unit's flat buffer  | all             | 1/N             | 1/N              | 1/N              |
 | Reduce                               | all-reduce      | reduce-scatter  | reduce-scatter   | reduce-scatter   |
-| Reduce runs                          | once per step   | once per step   | each micro-batch | each micro-batch |
+| Reduce runs (*)                      | once per step   | once per step   | each micro-batch | each micro-batch |
 | Gather and Release around a use      | -               | -               | -                | all-gather, free |
 | Sync after Update                    | -               | all-gather      | all-gather       | -                |
+
+(*) Once per step in every stage with --zero-reduce-every step.
 
 With --optimizer-cpu-offload, StoreGradient copies the owned range of reduced gradients to host memory, Update runs
 there, and FetchWeights copies the weights of the owned range back, in every stage.

@@ -2,9 +2,10 @@
 
     decayed: sharded, replicated, partial | undecayed: partial, replicated, sharded | padding
 
-A *section* holds the parameters with the same weight decay, sharding axes and gradient-sum axes. *Partial* parameters
-are replicated, and their gradient is summed over tp. The order gives one range that decays (so at most two optimizer
-slices for any owned range), one that is replicated (counted once in the gradient norm) and one that is partial.
+A *section* holds the parameters with the same weight decay, sharding axes and gradient-sum axes. Each rank computes
+only a part of the gradient of a *partial* parameter, which is summed over tp. With sequence parallelism, this is true
+of all replicated parameters. The order gives one range that decays (so at most two optimizer slices for any owned
+range), one that is replicated (counted once in the gradient norm) and one that is partial.
 
 Every parameter starts at a multiple of ALIGN elements, so that kernels read aligned memory. Gaps are kept zero. The
 total is a multiple of ALIGN x the ranks that share the buffer.

@@ -186,7 +186,8 @@ def merge_gathers(ops: Ops) -> Ops:
 def insert_reductions(spec: RankSpec, ops: Ops) -> Ops:
     """Open a unit's gradient buffer before its first contribution and reduce it after the last.
 
-    Sharded gradients (stages 2 and 3) are reduced once per micro-batch, others once per step.
+    Sharded gradients (stages 2 and 3) are reduced once per micro-batch, unless --zero-reduce-every is step; others once
+    per step.
     """
     due: dict[str, dict[int, list[int]]] = {unit: {} for unit in spec.trained_units}  # unit -> micro-batch -> indices
     for at, op in enumerate(ops):
@@ -204,7 +205,7 @@ def insert_reductions(spec: RankSpec, ops: Ops) -> Ops:
             # Queued weight gradients of two micro-batches may interleave; they then share one buffer.
             first = contributions[bisect.bisect_right(contributions, reduced_at)]
             before.setdefault(first, []).append(Open(unit))
-            after.setdefault(made[-1], []).insert(0, Reduce(unit))  # units that end here: last of the forward first
+            after.setdefault(made[-1], []).insert(0, Reduce(unit))  # reverse order of forward
             reduced_at = made[-1]
     return _weave(ops, before, after)
 
@@ -222,7 +223,8 @@ def _weave(ops: Ops, before: dict[int, Ops], after: dict[int, Ops]) -> Ops:
 def _layer_before(spec: RankSpec, ops: Ops) -> list[int]:
     """Return, for each operation, the index at which the previous layer's computation starts.
 
-    A Recompute and its Backward are one computation. The head's Backward is none.
+    A Recompute and its Backward are one computation. The head's Backward does not count, because its Forward computed
+    the gradients.
     """
     found, begin, then, key = [], 0, 0, None
     for at, op in enumerate(ops):
@@ -239,7 +241,7 @@ def _layer_before(spec: RankSpec, ops: Ops) -> list[int]:
 def start_early(spec: RankSpec, ops: Ops) -> Ops:
     """Split asynchronous operations: Start one layer ahead, Wait where the result is needed.
 
-    Transfers are always split, because two blocking sends can deadlock.
+    Messages are always asynchronous, because two neighbours that block in sends to each other would wait forever.
     """
     early, overlap = _layer_before(spec, ops), spec.overlap
     released: dict[str, int] = {}  # unit -> earliest index of its next gather

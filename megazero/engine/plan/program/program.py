@@ -11,7 +11,7 @@
     -> store_gradients()     + StoreGradient, FetchGradient    after a unit's Reduce, with states on the host: `offload`
     -> place_weights()       Gather(offset)                    offsets in one arena, by liveness: `arena`
     + finish_gradients()     ReduceReplicas, SumReplicated, SumTied, GradNorm
-    + update()               Update, FetchWeights, Sync
+    + update_units()         Update, FetchWeights, Sync
 
 Every pass maps a list to a list; "+" inserts operations, "-" removes them. The interpreter (`step.interpreter`) runs
 the final list, `planner.bytes.estimate` counts its bytes, `planner.time.simulate` its seconds. To print it:
