@@ -100,7 +100,7 @@ def passes(o: Options, device: torch.device) -> list[Pass]:
 
     def gelu_grad(kernels: Kernels) -> torch.Tensor:
         """Return the gradient of the bias before GELU, which is made of GELU's."""
-        dx, summed = kernels.gelu.grad(dgelu, into_gelu)
+        dx, summed = kernels.activations["gelu-tanh"].grad(dgelu, into_gelu)
         return dx.sum(0, dtype=torch.float32) if summed is None else summed
 
     into_gelu, dgelu = (randn(o, device, o.tokens, 4 * o.hidden) for _ in range(2))
@@ -122,8 +122,10 @@ def passes(o: Options, device: torch.device) -> list[Pass]:
             4 * each,
             lambda k: k.layer_norm_grad(dy, x, weight, bias, mean, rstd, residual),
         ),
-        Pass("SwiGLU", 3 * result, lambda k: k.swiglu.forward(inner)),
-        Pass("SwiGLU, backward", 5 * result, lambda k: k.swiglu.grad(dinner, inner)),  # in place: other numbers later
+        Pass("SwiGLU", 3 * result, lambda k: k.activations["swiglu"].forward(inner)),
+        Pass(
+            "SwiGLU, backward", 5 * result, lambda k: k.activations["swiglu"].grad(dinner, inner)
+        ),  # in place: other numbers later
         Pass("GELU, backward + bias", 12 * each, gelu_grad),  # in place too
         *of_tokens(o, device),
     ]

@@ -248,18 +248,24 @@ def mlp(model: ModelConfig, w: Weights, name: str, y: torch.Tensor, expert: int 
     mine = {key.removeprefix(f"{name}."): value for key, value in w.items() if key.startswith(f"{name}.")}
     if expert is not None:
         mine = {key: value[expert] for key, value in mine.items()}
-    return linear(mine, "down", activated(model, linear(mine, "up", y)))
+    return linear(mine, "down", ACTIVATIONS[model.traits.activation](linear(mine, "up", y)))
 
 
-def activated(model: ModelConfig, inner: torch.Tensor) -> torch.Tensor:
-    gate, value = inner.chunk(2, dim=-1)
-    return {
-        "gelu": lambda: F.gelu(inner),
-        "gelu-tanh": lambda: F.gelu(inner, approximate="tanh"),
-        "swiglu": lambda: F.silu(gate) * value,
-        "geglu-tanh": lambda: F.gelu(gate, approximate="tanh") * value,
-        "swiglu-clamped": lambda: (value.clamp(-7, 7) + 1) * gate.clamp(max=7) * (1.702 * gate.clamp(max=7)).sigmoid(),
-    }[model.traits.activation]()
+def gated(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda inner: function(*inner.chunk(2, dim=-1))
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": lambda x: x.clamp(min=0),
+    "squared-relu": lambda x: x.clamp(min=0) ** 2,
+    "swiglu": gated(lambda gate, value: F.silu(gate) * value),
+    "geglu-tanh": gated(lambda gate, value: F.gelu(gate, approximate="tanh") * value),
+    "swiglu-clamped": gated(
+        lambda gate, value: (value.clamp(-7, 7) + 1) * gate.clamp(max=7) * (1.702 * gate.clamp(max=7)).sigmoid()
+    ),
+}
 
 
 def mlp_or_experts(model: ModelConfig, w: Weights, y: torch.Tensor, note: Note) -> torch.Tensor:

@@ -343,6 +343,7 @@ def test_options_choose_the_model_of_hugging_face(architecture: str) -> None:
     ("options", "named"),
     [
         ({"kv_channels": 80}, "gpt2 with --kv-channels 80"),
+        ({"architecture": "llama", "activation": "relu"}, "llama with --activation relu"),
         ({"residual_multiplier": 0.5, "window_size": 7}, "gpt2 with --window-size 7, --residual-multiplier 0.5"),
         ({"architecture": "granite", "final_softcap": 3.0}, "granite with --final-softcap 3.0"),
         ({"architecture": "mixtral", "num_experts": 4, "moe_layer_freq": "DE"}, "mixtral with --moe-layer-freq DE"),
@@ -373,8 +374,8 @@ def test_a_llama_with_experts_is_the_family_that_computes_it(options: dict[str, 
         assert family_of(model).model_type == wanted
 
 
-def test_a_width_of_heads_that_is_the_usual_one_is_no_difference() -> None:
-    model = ModelConfig(kv_channels=64, num_query_groups=12)
+def test_values_that_are_the_usual_ones_are_no_difference() -> None:
+    model = ModelConfig(kv_channels=64, num_query_groups=12, activation="gelu-tanh")
     assert family_of(model).to_config(model, None).n_head == 12
 
 

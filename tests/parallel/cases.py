@@ -56,6 +56,7 @@ NAMED = {
     "hidden_dropout",
     "attention_dropout",
     "architecture",
+    "activation",
     "num_query_groups",
     "kv_channels",
     "qk_layernorm",

@@ -64,6 +64,7 @@ FACTORS: Factors = {
         "parallel",
         *COMBINED,
     ),
+    "activation": ("auto", "squared-relu", "relu"),
     "scores": tuple(SCORES),
     "optimizer": ("adamw", "lion", "muon", *ON_HOST),
     "moments": ("fp32", "bf16", "int8"),
@@ -327,7 +328,7 @@ def case_of(choice: Choice) -> Case:
             | EXPERTS.get(choice.get("experts", experts), {})
             | {"moe_expert_capacity_factor": choice.get("capacity", 0.0)}
             | dropout
-            | {"untie_embeddings": choice["untied"]}
+            | {"untie_embeddings": choice["untied"], "activation": choice["activation"]}
             | ({"mtp_num_layers": choice["mtp"], "mtp_loss_scaling_factor": 0.3} if choice["mtp"] else {}),
         ),
         batch=choice["dp"] * choice["micro_batches"] * SAMPLES - choice["short"],

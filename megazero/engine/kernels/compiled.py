@@ -67,4 +67,6 @@ def compiled(kernels: Kernels, device: torch.device) -> Kernels:
             f"{'install a C++ compiler, such as g++' if device.type == 'cpu' else 'install triton'}, or drop --compile"
         ) from error
     kernels = kernels._replace(causal_softmax=compile_(_causal_softmax), scores_grad=compile_(scores_grad))
-    return kernels._replace(gelu=gelu, swiglu=swiglu) if kernels.gelu is EAGER.gelu else kernels
+    if kernels.activations is not EAGER.activations:
+        return kernels
+    return kernels._replace(activations={**EAGER.activations, "gelu-tanh": gelu, "swiglu": swiglu})

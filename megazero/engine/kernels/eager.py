@@ -45,6 +45,18 @@ def exact_gelu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, No
     return torch.ops.aten.gelu_backward.grad_input(dy, x, grad_input=dy), None
 
 
+def relu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return torch.ops.aten.threshold_backward.grad_input(dy, x, 0, grad_input=dy), None
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x).square_()
+
+
+def squared_relu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return dy.mul_(F.relu(x)).mul_(2), None
+
+
 def geglu(x: torch.Tensor) -> torch.Tensor:
     gate, value = x.chunk(2, dim=-1)
     return gelu(gate).mul_(value)

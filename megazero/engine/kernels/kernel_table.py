@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from megazero.engine.kernels import dropout, eager, operators
 from megazero.engine.options.architectures import ActivationName
@@ -50,11 +51,7 @@ class Kernels(NamedTuple):
     rms_norm_grad: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     # (dy, x, weight, bias, mean, 1 / deviation, None or another gradient of x) -> dx, dweight, dbias
     layer_norm_grad: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    gelu: Activation  # by tanh
-    exact_gelu: Activation
-    swiglu: Activation  # [.., 2 f], gates and values -> silu(gates) * values
-    geglu: Activation  # gelu(gates) * values, by tanh
-    clamped_swiglu: Activation
+    activations: Mapping[ActivationName, Activation]
     # (scores [b, n, t, s]; the first key that each query sees, [b, t], None: 0; the last one, its own index, [b, t],
     # None: 0 to s - 1) -> weights; may overwrite scores
     causal_softmax: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
@@ -67,15 +64,6 @@ class Kernels(NamedTuple):
     # same bits every time
     add_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
 
-    def activation(self, name: ActivationName) -> Activation:
-        return {
-            "gelu": self.exact_gelu,
-            "gelu-tanh": self.gelu,
-            "swiglu": self.swiglu,
-            "geglu-tanh": self.geglu,
-            "swiglu-clamped": self.clamped_swiglu,
-        }[name]
-
 
 EAGER = Kernels(
     dropout=dropout.eager,
@@ -83,11 +71,15 @@ EAGER = Kernels(
     rms_norm=eager.rms_norm,
     rms_norm_grad=eager.rms_norm_grad,
     layer_norm_grad=eager.layer_norm_grad,
-    gelu=Activation(eager.gelu, eager.gelu_grad),
-    exact_gelu=Activation(eager.exact_gelu, eager.exact_gelu_grad),
-    swiglu=Activation(eager.swiglu, eager.swiglu_grad),
-    geglu=Activation(eager.geglu, eager.geglu_grad),
-    clamped_swiglu=Activation(eager.clamped_swiglu, eager.clamped_swiglu_grad),
+    activations={
+        "gelu": Activation(eager.exact_gelu, eager.exact_gelu_grad),
+        "gelu-tanh": Activation(eager.gelu, eager.gelu_grad),
+        "relu": Activation(F.relu, eager.relu_grad),
+        "squared-relu": Activation(eager.squared_relu, eager.squared_relu_grad),
+        "swiglu": Activation(eager.swiglu, eager.swiglu_grad),
+        "geglu-tanh": Activation(eager.geglu, eager.geglu_grad),
+        "swiglu-clamped": Activation(eager.clamped_swiglu, eager.clamped_swiglu_grad),
+    },
     causal_softmax=eager.causal_softmax,
     scores_grad=eager.scores_grad,
     rotary=eager.rotary,
@@ -99,8 +91,11 @@ TRITON = EAGER._replace(
     rms_norm=operators.rms_norm,
     rms_norm_grad=operators.rms_norm_grad,
     layer_norm_grad=operators.layer_norm_grad,
-    gelu=Activation(eager.gelu, operators.gelu_grad_),
-    swiglu=Activation(operators.swiglu, operators.swiglu_grad),
+    activations={
+        **EAGER.activations,
+        "gelu-tanh": Activation(eager.gelu, operators.gelu_grad_),
+        "swiglu": Activation(operators.swiglu, operators.swiglu_grad),
+    },
     rotary=operators.rotary,
     add_rows=operators.add_rows,
 )

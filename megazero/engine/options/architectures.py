@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 NormName = Literal["layernorm", "rmsnorm", "rmsnorm-1p"]
-ActivationName = Literal["gelu", "gelu-tanh", "swiglu", "geglu-tanh", "swiglu-clamped"]
+ActivationName = Literal["gelu", "gelu-tanh", "relu", "squared-relu", "swiglu", "geglu-tanh", "swiglu-clamped"]
 
 ROTARY = (
     *("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads"),
@@ -20,14 +20,15 @@ LATENT = ("multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim"
 
 
 class ArchitectureTraits(NamedTuple):
-    """The traits of an architecture that no flag changes, and its defaults of flags.
+    """The traits of an architecture, and its defaults of flags.
 
     Attributes:
         norm: kind of all norms. rmsnorm-1p multiplies by 1 + weight.
         norms: where they are in a branch of a block: x + branch(norm(x)), x + norm(branch(x)), or both ("around").
         parallel: norms of a block whose attention and MLP read the same x, as in x + attention(norm(x)) +
             mlp(norm(x)): 1 if they share it, 2 if each has its own. 0: attention, then the MLP.
-        activation: of the MLP; swiglu, geglu-tanh and swiglu-clamped multiply a value by the activation of a gate.
+        activation: of the MLP, unless --activation is given; swiglu, geglu-tanh and swiglu-clamped multiply a value by
+            the activation of a gate.
         biases: linear layers that have biases: qkv, proj (of attention), mlp, experts (with their router), logits (the
             output matrix).
         sinks: each head has an attention sink.

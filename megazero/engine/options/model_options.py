@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from megazero.engine.options.architectures import ARCHITECTURES, ArchitectureTraits
+from megazero.engine.options.architectures import ARCHITECTURES, ActivationName, ArchitectureTraits
 from megazero.engine.options.limits import FEW, MOST_LAYERS, Bounds, Probability
 
 LARGE = "products of larger numbers overflow"
@@ -47,6 +47,9 @@ class ModelConfig:
     biases, tied embeddings. llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, untied
     embeddings. The others differ from these two in norms, activations, biases or defaults; gpt-neox is Pythia's, and
     parallel is gptj without its bias and defaults. docs/results/families.md has a table of them."""
+    activation: Literal["auto", ActivationName] = "auto"
+    """Activation of the MLPs. swiglu, geglu-tanh and swiglu-clamped are gated: the MLP has three matrices. auto: the
+    architecture's."""
     num_query_groups: Annotated[int, Bounds(0, 2**20, FEW)] = 0
     """Groups of attention heads that share keys and values. 0: one per head. Not for gpt2."""
     kv_channels: Annotated[int, Bounds(0, 2**16, "no published model has as wide heads")] = 0
@@ -183,7 +186,9 @@ class ModelConfig:
 
     @property
     def traits(self) -> ArchitectureTraits:
-        return ARCHITECTURES[self.architecture]
+        """The traits of the architecture, with the activation of --activation."""
+        found = ARCHITECTURES[self.architecture]
+        return found if self.activation == "auto" else found._replace(activation=self.activation)
 
     @property
     def ffn_size(self) -> int:

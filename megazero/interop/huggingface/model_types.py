@@ -138,12 +138,16 @@ def _canonical_experts(model: ModelConfig) -> Options:
 
 
 def canonical(model: ModelConfig) -> ModelConfig:
-    """Return the model with defaults for widths and groups that are the usual ones, and for experts without effect."""
+    """Return the model with defaults for an activation, widths and groups that are the usual ones, and for experts
+    without effect."""
     usual = model.hidden_size // model.num_attention_heads
     heads = 0 if model.head_dim == usual or model.multi_latent_attention else model.head_dim
     positions = 0 if model.max_positions == model.seq_length else model.max_positions
     groups = model.query_groups % model.num_attention_heads
+    usual_activation = model.traits == ARCHITECTURES[model.architecture]
+    activation = "auto" if usual_activation else model.activation
     model = replace(model, kv_channels=heads, num_query_groups=groups, max_position_embeddings=positions)
+    model = replace(model, activation=activation)
     return replace(model, **_canonical_experts(model))
 
 
@@ -287,7 +291,7 @@ class HuggingFaceModel:
     def differences(self, model: ModelConfig) -> list[str]:
         """Return the fields of `model` that this family cannot have."""
         mine = ARCHITECTURES[self.architecture]
-        found = ["architecture"] if model.traits.structure != mine.structure else []
+        found = ["architecture"] if ARCHITECTURES[model.architecture].structure != mine.structure else []
         free = {*self.options, *OF_TRAINING, "untie_embeddings"}.union(*(each.expressed for each in self.conversions))
         model = canonical(model)
         if "num_experts" in free and not model.num_experts:

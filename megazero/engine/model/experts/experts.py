@@ -124,7 +124,7 @@ class ExpertMLPs(nn.Module):
         self.up = GroupedLinear(context, *out, h, sharded=dim, std=model.init_method_std, **options)
         self.down = GroupedLinear(context, h, width, sharded=1, std=model.residual_std, **options)
         self.weights = (self.up.weight, self.down.weight)
-        self.activation, self.selective = context.kernels.activation(name), context.selective
+        self.activation, self.selective = context.kernels.activations[name], context.selective
 
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor | None, groups: RowGroups, output: bool

@@ -35,7 +35,7 @@ class MLP(nn.Module):
         std = model.init_method_std
         self.up = ColumnLinear(context, h, *out, tp_dim=tp_dim, std=std, bias=bias, matrices=matrices)
         self.down = RowLinear(context, f, h, std=model.residual_std, bias=bias)
-        self.activation = context.kernels.activation(name)
+        self.activation = context.kernels.activations[name]
 
     def forward(self, x: torch.Tensor, norm: Norm, residual: Residual, call: Call) -> torch.Tensor:
         """x [T', h] -> x + mlp(norm(x)) [T', h]; `residual` joins them."""

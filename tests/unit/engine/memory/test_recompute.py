@@ -218,7 +218,7 @@ def test_host_memory_is_used_again() -> None:
 @for_each("recompute", ["none", "selective"])
 def test_selective_recompute_computes_the_cheap_parts_twice(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new_engine(0, ARENA._replace(recompute=recompute, md=False))
-    calls, normalise, gelu = [], LayerNorm.normalise, EAGER.gelu
+    calls, normalise, gelu = [], LayerNorm.normalise, EAGER.activations["gelu-tanh"]
     monkeypatch.setattr(LayerNorm, "normalise", lambda *given: calls.append("norm") or normalise(*given))
     counted = gelu._replace(forward=lambda x: calls.append("gelu") or gelu.forward(x))
     for block in engine.model.blocks.values():

@@ -19,6 +19,7 @@ from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.planner.trace.pretend import pretend_mesh
 from tests.helpers.table import for_each
+from tests.reference import ACTIVATIONS
 
 CPU = torch.device("cpu")
 H = 6
@@ -70,6 +71,7 @@ MLPS = [
     MLPCase("gelu", before="rmsnorm", after="layernorm", multiplier=0.3),
     MLPCase("geglu-tanh", bias=True, before="rmsnorm-1p", after="rmsnorm-1p"),
     MLPCase("swiglu", bias=True, before="", after="rmsnorm", multiplier=1.7),
+    MLPCase("squared-relu", before="rmsnorm"),
 ]
 
 
@@ -82,15 +84,7 @@ def plain_norm(kind: str, x: torch.Tensor, w: dict[str, torch.Tensor], name: str
 def plain_mlp(case: MLPCase, x: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
     y = plain_norm(case.before, x, w, "norm")
     up, bias = w["mlp.up.weight"].reshape(-1, H), w["mlp.up.bias"].flatten() if case.bias else None
-    inner = F.linear(y, up, bias)
-    gate, value = inner.chunk(2, dim=-1)
-    activated = {
-        "gelu": lambda: F.gelu(inner),
-        "gelu-tanh": lambda: F.gelu(inner, approximate="tanh"),
-        "swiglu": lambda: F.silu(gate) * value,
-        "geglu-tanh": lambda: F.gelu(gate, approximate="tanh") * value,
-    }[case.activation]()
-    result = F.linear(activated, w["mlp.down.weight"], w.get("mlp.down.bias"))
+    result = F.linear(ACTIVATIONS[case.activation](F.linear(y, up, bias)), w["mlp.down.weight"], w.get("mlp.down.bias"))
     return x + case.multiplier * plain_norm(case.after, result, w, "after")
 
 

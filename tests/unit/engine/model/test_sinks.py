@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from megazero.engine.kernels.dropout import Dropout, Rows
-from megazero.engine.kernels.eager import clamped_swiglu, clamped_swiglu_grad
 from megazero.engine.kernels.kernel_table import EAGER
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.attention import CoreAttention
@@ -110,17 +109,3 @@ def test_a_cache_has_the_sinks_once() -> None:
             sinks=VALUES,
         )
         torch.testing.assert_close(found, whole[0, first:stop])
-
-
-def test_clamped_swiglu_and_its_gradient() -> None:
-    """Gates above 7 and values beyond 7 are constants."""
-    x = (torch.randn(50, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 7).requires_grad_()
-    gate, value = x.chunk(2, -1)
-    assert (gate > 7).any() and (gate < -7).any() and (value > 7).any() and (value < -7).any()
-    gate = gate.clamp(max=7)
-    wanted = gate * torch.sigmoid(1.702 * gate) * (value.clamp(-7, 7) + 1)
-    dy = torch.randn_like(wanted)
-    torch.testing.assert_close(clamped_swiglu(x.detach()), wanted.detach())
-    torch.testing.assert_close(
-        clamped_swiglu_grad(dy.clone(), x.detach().clone())[0], torch.autograd.grad(wanted, x, dy)[0]
-    )

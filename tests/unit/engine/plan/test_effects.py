@@ -34,6 +34,7 @@ FLIPPED = {
     "vocab-size": ("--vocab-size 300", ""),
     "untie-embeddings": ("--untie-embeddings", ""),
     "architecture": ("--architecture parallel", ""),
+    "activation": ("--activation relu", "--architecture llama"),
     "num-query-groups": ("--num-query-groups 2", "--architecture llama"),
     "kv-channels": ("--kv-channels 32", ""),
     "qk-layernorm": ("--qk-layernorm", "--architecture llama"),
