@@ -19,6 +19,7 @@ from megazero.engine.step.results import StepResult
 from megazero.flags.validate import skipped_samples
 from megazero.log import log
 from megazero.observe.fragmentation import device_fragmentation
+from megazero.observe.layer_statistics import LayerStatistics
 from megazero.observe.memory_report import explain_out_of_memory
 from megazero.observe.pauses import Pauses
 from megazero.observe.profiling import Profiler
@@ -65,6 +66,7 @@ class Trainer:
         self.choices = "\n".join(filter(None, (products, kernels)))
         self.engine = Engine(self.config, mesh, max(1, len(datasets.named)), explain_out_of_memory)
         self.profiler = Profiler(self.config, self.engine)
+        self.statistics = LayerStatistics(self.engine)
         self.progress, self.pauses = Progress(), Pauses()
         self.skip_reason: str | None = None  # cause, if the last iteration made no update
         self.left_out = skipped_samples(config)
@@ -112,12 +114,17 @@ class Trainer:
         self.watchdog.doing = f"reading the batch of iteration {progress.iteration + 1}"
         batches = self.train_batches.batch(progress.consumed_samples)
         self.watchdog.doing = f"iteration {progress.iteration + 1}"
+        every = config.log.stats_interval
+        observes = every > 0 and (progress.iteration + 1) % every == 0
+        if observes:
+            self.statistics.begin()
         result = self.engine.train_step(progress.iteration + 1, batches, size)
+        statistics = self.statistics.end(result.grad_norm) if observes else {}
         seconds = time.perf_counter() - start
         progress.iteration += 1
         progress.consumed_samples += size
         traffic = {kind: total - sent[kind] for kind, total in mesh.sent().items()}
-        record = self._record(result, size, seconds, traffic) | self.profiler.end()
+        record = self._record(result, size, seconds, traffic) | statistics | self.profiler.end()
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
         self.skip_reason = result.skip_reason
         if result.skip_reason is not None:

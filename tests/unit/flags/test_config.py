@@ -66,7 +66,8 @@ COMING: set[str] = set()
 # 178: --data-stages.
 # 179: --packing.
 # 181: --decay-from and --decay-iters.
-NUM_OPTIONS = 186
+# 187: --stats-interval.
+NUM_OPTIONS = 187
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
