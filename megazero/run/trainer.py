@@ -24,6 +24,7 @@ from megazero.observe.memory_report import explain_out_of_memory
 from megazero.observe.pauses import Pauses
 from megazero.observe.profiling import Profiler
 from megazero.observe.progress_line import Record
+from megazero.observe.sensors import DeviceSensors
 from megazero.planner.time.devices import peak_flops
 from megazero.planner.trace.trace import model_flops
 from megazero.run.evaluation import Evaluation, Evaluator
@@ -66,7 +67,7 @@ class Trainer:
         self.choices = "\n".join(filter(None, (products, kernels)))
         self.engine = Engine(self.config, mesh, max(1, len(datasets.named)), explain_out_of_memory)
         self.profiler = Profiler(self.config, self.engine)
-        self.statistics = LayerStatistics(self.engine)
+        self.statistics, self.sensors = LayerStatistics(self.engine), DeviceSensors(mesh.device)
         self.progress, self.pauses = Progress(), Pauses()
         self.skip_reason: str | None = None  # cause, if the last iteration made no update
         self.left_out = skipped_samples(config)
@@ -182,6 +183,8 @@ class Trainer:
             found = device_fragmentation(self.mesh.device)
             if found is not None:
                 record["fragmentation"] = found._asdict()
+        if self.leads and self.due(config.log.log_interval) and (sensed := self.sensors.read()):
+            record["device"] = sensed
         if result.loss_by_corpus:
             by_corpus = zip(self.datasets.named, result.loss_by_corpus, strict=True)
             record["loss_by_corpus"] = {prefix: loss for prefix, loss in by_corpus if loss is not None}

@@ -68,6 +68,8 @@ CHARTS = (
     Chart("Learning rate", (Line("", "lr"),), zero=True, exact=True),
     Chart("Throughput, tokens/s", (Line("", "tokens_per_second"),), zero=True),
     Chart("Peak memory of rank 0, bytes", (Line("", "memory_bytes/peak"),), zero=True, varying=True),
+    Chart("Utilization of rank 0's GPU, percent", (Line("", "device/utilization"),), zero=True),
+    Chart("Temperature of rank 0's GPU, degrees Celsius", (Line("", "device/temperature"),), exact=True),
     Chart("Load of the busiest expert; 1 is balanced", (Line("", "moe_load"),), zero=True),
     Chart("Entropy of routers, nats", (Line("", "moe_router_entropy"),)),
     Chart("Choices that experts drop, share", (Line("", "moe_dropped"),), zero=True, varying=True),
