@@ -194,7 +194,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self.writer = SummaryWriter(folder, purge_step=start_iteration + 1)
+        self.writer: Any = SummaryWriter(folder, purge_step=start_iteration + 1)
         toml = "".join(f"    {line}\n" for line in to_toml(config).splitlines())  # indented: code, in Markdown
         self.writer.add_text("options", toml, start_iteration)
         given = {

@@ -1,4 +1,4 @@
-"""Utilisation and temperature of a GPU, where its driver tells them."""
+"""Utilisation and temperature of a GPU, where its driver reports them."""
 
 from __future__ import annotations
 
