@@ -194,7 +194,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self.writer: Any = SummaryWriter(folder, purge_step=start_iteration + 1)
+        self.writer = SummaryWriter(folder, purge_step=start_iteration + 1)
         toml = "".join(f"    {line}\n" for line in to_toml(config).splitlines())  # indented: code, in Markdown
         self.writer.add_text("options", toml, start_iteration)
         given = {
@@ -203,8 +203,9 @@ class TensorBoard:
         values = {name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in given.items()}
         # not by `add_hparams`, which opens a second file: TensorBoard follows the newest file alone
         experiment, start, self.end = hparams(values, dict.fromkeys(("loss", "validation_loss"), 0.0))
+        self.file: Any = self.writer.file_writer
         for summary in (experiment, start):
-            self.writer.file_writer.add_summary(summary)
+            self.file.add_summary(summary)
 
     def write(self, record: Record) -> None:
         for key, value in flatten(record).items():
@@ -214,7 +215,7 @@ class TensorBoard:
             self.writer.add_text(f"samples/{number}", text, record["iteration"])
 
     def close(self) -> None:
-        self.writer.file_writer.add_summary(self.end)
+        self.file.add_summary(self.end)
         self.writer.close()
 
 

@@ -330,7 +330,7 @@ CONFIG = replace(
 
 
 def test_tensorboard_has_the_options_and_the_samples(tmp_path: Path) -> None:
-    """Hyperparameters are options that are not the default. All is in one file, because TensorBoard follows the newest."""
+    """Hyperparameters are options that are not the default. TensorBoard follows one file."""
     writer = TensorBoard(str(tmp_path), 0, CONFIG)
     writer.write(record(3, validation_loss=2.0, samples=[{"prompt": "To be", "text": " or not"}]))
     writer.close()
