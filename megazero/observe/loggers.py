@@ -8,7 +8,7 @@ import os
 import uuid
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from megazero.engine.options.schema import Config, LogConfig
 from megazero.files import OutputFile, explain, read_regular, replace_file
@@ -203,7 +203,7 @@ class TensorBoard:
         values = {name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in given.items()}
         # not by `add_hparams`, which opens a second file: TensorBoard follows the newest file alone
         experiment, start, self.end = hparams(values, dict.fromkeys(("loss", "validation_loss"), 0.0))
-        self.file: Any = self.writer.file_writer
+        self.file = cast(Any, self.writer.file_writer)  # None by its types
         for summary in (experiment, start):
             self.file.add_summary(summary)
 
