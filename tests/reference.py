@@ -55,6 +55,7 @@ def all_depths(
     starts: torch.Tensor | None = None,
     note: Note = lambda choice: None,
     following: list[torch.Tensor] | None = None,
+    watch: Watch = lambda kind, layer, x: None,
 ) -> list[torch.Tensor]:
     """ids [b, s] -> logits [b, s, v] of the next token, and by modules of multi-token prediction of those behind it.
 
@@ -63,6 +64,7 @@ def all_depths(
         starts: where the document of each token begins [b, s], for the flags that reset something there.
         note: gets the choices of each layer with experts, in order.
         following: for each module the tokens that it reads [b, s]; None: no module runs.
+        watch: gets the results of layers ("activation") and the scores of blocks ("logit").
     """
     model, s = config.model, ids.shape[1]
     places = torch.arange(s).expand(ids.shape)
@@ -73,6 +75,8 @@ def all_depths(
 
     def drop(probability: float, layer: int, site: str, x: torch.Tensor) -> torch.Tensor:
         """x * mask; x [b, rows, columns] or [b, n, s, s]."""
+        if site == "logits":
+            watch("logit", f"blocks.{layer}", x)
         if probability == 0 or samples is None:
             return x
         rows = tuple(Rows(sample, 0, x[0, ..., 0].numel()) for sample in samples)
@@ -99,12 +103,15 @@ def all_depths(
         found = F.linear(x, table, w.get("head.output_bias")) / model.logits_divisor
         return model.final_softcap * (found / model.final_softcap).tanh() if model.final_softcap else found
 
-    x = embed(ids)
+    x, last = embed(ids), "token_embedding"
     if model.traits.learned_positions:
-        x = x + w["position_embedding.weight"][position]
+        watch("activation", last, x)
+        x, last = x + w["position_embedding.weight"][position], "position_embedding"
     x = drop(model.hidden_dropout, -1, "embedding", x)
+    watch("activation", last, x)
     for i in range(model.num_layers):
         x = block(i, f"blocks.{i}.", x)
+        watch("activation", f"blocks.{i}", x)
     x = norm(model, w, "head.norm", x)
     found = [logits(x)]
     for k, tokens in enumerate(following or []):
@@ -145,6 +152,7 @@ class Choice(NamedTuple):
 
 
 Note = Callable[[Choice], None]
+Watch = Callable[[str, str, torch.Tensor], None]  # kind, layer, x
 Drop = Callable[[float, str, torch.Tensor], torch.Tensor]  # probability, site, x
 Rotate = Callable[[torch.Tensor], torch.Tensor]  # queries or keys [b, n, s, d]
 Weights = dict[str, torch.Tensor]
@@ -186,6 +194,7 @@ def attention(
     if model.attention_softcap:
         scores = model.attention_softcap * (scores / model.attention_softcap).tanh()
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    drop(0.0, "logits", scores)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
@@ -491,6 +500,18 @@ class Lion:
             self.moments[name] = o.adam_beta2 * self.moments[name] + (1 - o.adam_beta2) * w.grad
 
 
+LayerValues = dict[str, dict[str, float]]  # key of metrics.jsonl -> layer -> value
+
+
+def squares_by_layer(tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the sums of squares of tensors by the layer that their names begin with."""
+    found: dict[str, float] = {}
+    for name, x in tensors.items():
+        layer = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
+        found[layer] = found.get(layer, 0.0) + x.double().square().sum().item()
+    return found
+
+
 def train(
     config: Config,
     batches: list[Batch],
@@ -498,12 +519,14 @@ def train(
     tell_balance: Callable[[Balance], None] = lambda balance: None,
     tell_ahead: Callable[[list[float]], None] = lambda losses: None,
     tell_average: Callable[[float], None] = lambda loss: None,
+    tell_layers: Callable[[LayerValues], None] = lambda values: None,
 ) -> tuple[list, list]:
     """losses and gradient norms over global batches of (ids, labels, loss mask, where documents begin).
 
     `tell` gets each batch's losses of targets [B, s], 0 where none counts; `tell_balance` that of its experts;
     `tell_ahead` the loss of each module of multi-token prediction; `tell_average` the loss of the batch without dropout
-    by the running average of the weights, after each update since its first change.
+    by the running average of the weights, after each update since its first change; `tell_layers` the statistics of
+    layers, under their keys in metrics.jsonl.
     """
     o = config.optimizer
     w = initial_weights(config)
@@ -528,7 +551,14 @@ def train(
         choices: list[Choice] = []
         ahead = [targets_ahead(1 + k, labels, mask, starts) for k in range(config.model.mtp_num_layers)]
         samples = range(step * len(ids), (step + 1) * len(ids))
-        found = all_depths(config, w, ids, samples, starts, choices.append, [tokens for tokens, *_ in ahead])
+        largest: dict[str, dict[str, float]] = {"activation": {}, "logit": {}}
+
+        def watch(kind: str, layer: str, x: torch.Tensor, largest: LayerValues = largest) -> None:
+            if kind == "activation" or layer in {f"blocks.{i}" for i in range(config.model.num_layers)}:
+                largest[kind][layer] = (x.abs() if kind == "activation" else x[0]).max().item()
+
+        tokens_ahead = [tokens for tokens, *_ in ahead]
+        found = all_depths(config, w, ids, samples, starts, choices.append, tokens_ahead, watch)
         every = [
             F.cross_entropy(logits.flatten(0, 1), at.flatten(), reduction="none") * counts.flatten()
             for logits, (at, counts) in zip(found, [(labels, mask), *(each[1:] for each in ahead)], strict=True)
@@ -554,10 +584,21 @@ def train(
             tell_balance(
                 balance([each._replace(logits=each.logits.detach()) for each in choices], mask.sum(1).double())
             )
+        gradients = squares_by_layer({name: weight.grad for name, weight in trained.items()})
+        old = {name: weight.detach().clone() for name, weight in trained.items()}
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), o.clip_grad).item())
         losses.append(loss.item())
         optimizer.step()
         other.step()
+        updates, weights = squares_by_layer({n: w[n].detach() - old[n] for n in old}), squares_by_layer(old)
+        tell_layers(
+            {
+                "layer_grad_norm": {layer: square**0.5 for layer, square in gradients.items()},
+                "layer_update_ratio": {n: (updates[n] / weights[n]) ** 0.5 for n in gradients if weights[n]},
+                "layer_max_activation": largest["activation"],
+                "layer_max_logit": largest["logit"],
+            }
+        )
         for name, weight in trained.items():
             state = optimizer.state.get(weight, {})
             moments = [other.moments[name]] if name in moved else [state["exp_avg"], state["exp_avg_sq"]]

@@ -8,12 +8,12 @@ import os
 import uuid
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from megazero.engine.options.schema import Config, LogConfig
 from megazero.files import OutputFile, explain, read_regular, replace_file
 from megazero.flags.cli import Command
-from megazero.flags.flag_names import to_toml
+from megazero.flags.flag_names import flags, to_toml, value_of
 from megazero.log import log
 from megazero.observe.progress_line import InUse, ProgressLine, Record
 from megazero.observe.report.live import LiveReport
@@ -73,7 +73,7 @@ def open_writers(
             raise ValueError(f"--log-dir {folder}: {reason}") from None
     if options.tensorboard_dir:
         try:
-            writers.append(TensorBoard(options.tensorboard_dir, start_iteration))
+            writers.append(TensorBoard(options.tensorboard_dir, start_iteration, config))
         except OSError as error:
             raise ValueError(f"--tensorboard-dir {options.tensorboard_dir}: {explain(error)}") from None
     if options.wandb_project:
@@ -188,10 +188,24 @@ def finite(record: Record) -> Record:
 
 
 class TensorBoard:
-    def __init__(self, folder: str, start_iteration: int) -> None:
+    """Scalars, samples as texts, and the options: all as a text, those that are not the default as hyperparameters."""
+
+    def __init__(self, folder: str, start_iteration: int, config: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         self.writer = SummaryWriter(folder, purge_step=start_iteration + 1)
+        toml = "".join(f"    {line}\n" for line in to_toml(config).splitlines())  # indented: code, in Markdown
+        self.writer.add_text("options", toml, start_iteration)
+        given = {
+            name: value_of(config, name) for name, flag in flags().items() if value_of(config, name) != flag.default
+        }
+        values = {name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in given.items()}
+        # not by `add_hparams`, which opens a second file: TensorBoard follows the newest file alone
+        experiment, start, self.end = hparams(values, dict.fromkeys(("loss", "validation_loss"), 0.0))
+        self.file = cast(Any, self.writer.file_writer)  # None by its types
+        for summary in (experiment, start):
+            self.file.add_summary(summary)
 
     def write(self, record: Record) -> None:
         for key, value in flatten(record).items():
@@ -201,6 +215,7 @@ class TensorBoard:
             self.writer.add_text(f"samples/{number}", text, record["iteration"])
 
     def close(self) -> None:
+        self.file.add_summary(self.end)
         self.writer.close()
 
 

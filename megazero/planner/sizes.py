@@ -223,7 +223,8 @@ class StepSizes:
         }
         self.buckets = {name: self._buckets(name, group) for name, group in spec.groups.items()}
         self._traffic: dict[tuple[type, str], Sent] = {}
-        self.ranks = layout.sizes | {"embedding": 2 if layout.last_pp else 1, "pcie": 1, "nvme": 1}
+        alone = {"pcie": 1, "nvme": 1}
+        self.ranks = layout.sizes | {"embedding": 2 if layout.last_pp else 1, "world": layout.world_size} | alone
 
     def _buckets(self, name: str, group: ShardingGroup) -> Buckets:
         zero, reduces = self.config.zero, group.policy.optimizer and self.config.trains

@@ -20,10 +20,12 @@ from megazero.flags.validate import skipped_samples
 from megazero.log import log
 from megazero.observe.bad_step import diagnose_step
 from megazero.observe.fragmentation import device_fragmentation
+from megazero.observe.layer_statistics import LayerStatistics
 from megazero.observe.memory_report import explain_out_of_memory
 from megazero.observe.pauses import Pauses
 from megazero.observe.profiling import Profiler
 from megazero.observe.progress_line import Record
+from megazero.observe.sensors import DeviceSensors
 from megazero.observe.step_metrics import expert_metrics, memory_bytes
 from megazero.planner.time.devices import peak_flops
 from megazero.planner.trace.trace import model_flops
@@ -68,6 +70,7 @@ class Trainer:
         num_corpora = max(1, len(datasets.named))
         self.engine = Engine(self.config, mesh, num_corpora, explain_out_of_memory, diagnose=diagnose_step)
         self.profiler = Profiler(self.config, self.engine)
+        self.statistics, self.sensors = LayerStatistics(self.engine), DeviceSensors(mesh.device)
         self.progress, self.pauses = Progress(), Pauses()
         self.skip_reason: str | None = None  # cause, if the last iteration made no update
         self.left_out = skipped_samples(config)
@@ -115,12 +118,17 @@ class Trainer:
         self.watchdog.doing = f"reading the batch of iteration {progress.iteration + 1}"
         batches = self.train_batches.batch(progress.consumed_samples)
         self.watchdog.doing = f"iteration {progress.iteration + 1}"
+        every = config.log.stats_interval
+        observes = every > 0 and (progress.iteration + 1) % every == 0
+        if observes:
+            self.statistics.begin()
         result = self.engine.train_step(progress.iteration + 1, batches, size)
+        statistics = self.statistics.end(result.grad_norm) if observes else {}
         seconds = time.perf_counter() - start
         progress.iteration += 1
         progress.consumed_samples += size
         traffic = {kind: total - sent[kind] for kind, total in mesh.sent().items()}
-        record = self._record(result, size, seconds, traffic) | self.profiler.end()
+        record = self._record(result, size, seconds, traffic) | statistics | self.profiler.end()
         progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
         self.skip_reason = result.skip_reason
         if result.skip_reason is not None:
@@ -178,6 +186,8 @@ class Trainer:
             found = device_fragmentation(self.mesh.device)
             if found is not None:
                 record["fragmentation"] = found._asdict()
+        if self.leads and self.due(config.log.log_interval) and (sensed := self.sensors.read()):
+            record["device"] = sensed
         if result.loss_by_corpus:
             by_corpus = zip(self.datasets.named, result.loss_by_corpus, strict=True)
             record["loss_by_corpus"] = {prefix: loss for prefix, loss in by_corpus if loss is not None}

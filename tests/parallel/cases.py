@@ -17,6 +17,7 @@ from megazero.engine.options.schema import (
     ActivationConfig,
     Config,
     DataConfig,
+    LogConfig,
     ModelConfig,
     OptimizerConfig,
     TrainingConfig,
@@ -28,6 +29,7 @@ from megazero.engine.step.engine import Engine
 from megazero.engine.step.expert_loads import ExpertLoads
 from megazero.flags.resolve import resolve
 from megazero.observe.bad_step import diagnose_step
+from megazero.observe.layer_statistics import LayerStatistics
 from megazero.observe.memory_report import explain_out_of_memory
 from megazero.observe.step_metrics import memory_bytes
 
@@ -129,6 +131,7 @@ class Case(NamedTuple):
     ema: int = 0  # updates between two changes of the running average of the weights
     offload: float = 0.0  # share of the elements with states in host memory
     disk: bool = False  # these states are in a file
+    stats: bool = False  # statistics per layer in every step
     micro_batch_size: int = 0  # 0: the batch is whole micro-batches, equally many on each replica
 
     @property
@@ -172,6 +175,7 @@ class Case(NamedTuple):
             (self.moments != "fp32", f"moments-{self.moments}"),
             (self.masters != "fp32", f"masters-{self.masters}"),
             (self.ema, f"ema{self.ema}"),
+            (self.stats, "stats"),
             (self.offload, f"offload{self.offload:g}{'-disk' * self.disk}"),
         ]
         changed = {n: v for n, v in vars(self.model).items() if v != getattr(MODEL, n) and n in NAMED}
@@ -207,6 +211,7 @@ class Case(NamedTuple):
             ),
             zero=ZeroConfig(zero_stage=self.zero, poison_buffers=True, **dict(self.options)),
             activations=ActivationConfig(self.recompute, self.pa, self.host, self.md, self.loss_chunk),
+            log=LogConfig(stats_interval=int(self.stats)),
             data=replace(RESETS[self.reset], data_path=("1", "some") * self.corpora * (self.corpora > 1)),
         )
         parallel = replace(
@@ -308,6 +313,7 @@ class Outcome(NamedTuple):
     by_corpus: list[tuple[float | None, ...]]
     experts: list[ExpertLoads | None]
     ahead: list[tuple[float, ...]]  # losses of the modules of multi-token prediction
+    layers: list[dict[str, dict[str, float]]]  # statistics per layer, by key of metrics.jsonl
     averaged: list[float]  # losses of the averaged weights, since the average has changed
 
 
@@ -334,12 +340,16 @@ def train_on(
 ) -> Outcome:
     """Train a few steps on a mesh of the case's layout."""
     engine = Engine(case.config(), mesh, case.corpora)
-    outcome = Outcome([], [], [], [], [], [], [], [])
+    outcome, statistics = Outcome([], [], [], [], [], [], [], [], []), LayerStatistics(engine)
     before = mesh.sent()
     for step in range(steps):
         batches = micro_batches(case, mesh, step)
         with around_step():
+            if case.stats:
+                statistics.begin()
             result = engine.train_step(step + 1, batches, case.batch)
+            if case.stats:
+                outcome.layers.append(statistics.end(result.grad_norm))
         after = mesh.sent()
         outcome.losses.append(result.loss)
         outcome.norms.append(result.grad_norm)

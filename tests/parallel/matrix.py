@@ -69,6 +69,7 @@ FACTORS: Factors = {
     "optimizer": ("adamw", "lion", "muon", *ON_HOST),
     "moments": ("fp32", "bf16", "int8"),
     "ema": (0, 1, 2),  # updates between two changes of the running average of the weights
+    "stats": (False, True),  # statistics per layer in every step
     "seq_length": (11, 12),  # under sp, 12 cuts in the middle of a sample
     "reset": tuple(RESETS),  # attention and positions that restart with a document
     "targets": ("most", "last"),  # tokens that count: of the last ones alone, some context-parallel ranks have none
@@ -81,6 +82,7 @@ NUMBERS: Factors = {
     "grad_dtype": ("fp32", "bf16", "fp16"),
     **{name: FACTORS[name] for name in ("zero", "recompute", "pa", "sp", "loss_chunk", "untied")},
     "mtp": (0, 2),
+    "stats": (False, True),
     "optimizer": ("adamw", *ON_HOST),
     "micro_batches": (1, 3),
     "reduce_bucket_size": (40_000_000, 5000),
@@ -126,6 +128,7 @@ WITH_EXPERTS: Factors = {
     "optimizer": ("adamw", "muon", *ON_HOST),
     "moments": ("fp32", "int8"),
     "ema": (0, 1),
+    "stats": (False, True),
     "targets": ("most", "last", "uneven"),
     "capacity": (0.0, 1.0, 0.5),
 }
@@ -159,6 +162,7 @@ ON_GPU: Factors = {
     "moments": ("fp32", "bf16", "int8"),
     "masters": ("fp32", "split"),
     "ema": (0, 1),
+    "stats": (False, True),
     "mixture": tuple(MIXTURES),
 }
 FROZEN = ("token_embedding.*", "position*", "blocks.0.*", "blocks.1.mlp.*", "blocks.2.*.bias")

@@ -16,6 +16,7 @@ from tests.parallel.test_parity import (
     check_averaged,
     check_balance,
     check_bytes,
+    check_layers,
     check_near,
     expected,
     expected_balance,
@@ -53,6 +54,7 @@ def check(case: Case, ranks) -> None:
         assert relative_error(outcome.losses, losses) < tolerance(case)
         assert relative_error(outcome.norms, norms) < tolerance(case)
     check_averaged(case, outcomes)
+    check_layers(case, outcomes)
     check_balance(case, outcomes)
     check_bytes(case, outcomes)
 

@@ -625,7 +625,7 @@ def test_each_file_has_a_keeper_on_the_next_node(shape: str) -> None:
 
 
 def forgeries(content: dict[str, Any], deep: Sequence[str], values: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """`content` without each of its keys, and with other values of them; objects of `deep` too, with the third value."""
+    """`content` without each of its keys, and with other values; objects of `deep` too, with the third value."""
     for key, value in content.items():
         yield {name: value for name, value in content.items() if name != key}
         yield from (content | {key: other} for other in values)

@@ -101,6 +101,11 @@ def expected_averaged(case: Case) -> list[float]:
     return _expected(*model_of(case))[4]
 
 
+def expected_layers(case: Case) -> list[reference.LayerValues]:
+    """Return the statistics per layer of each step in plain PyTorch in fp64."""
+    return _expected(*model_of(case))[5]
+
+
 @functools.cache
 def _expected(
     model: ModelConfig,
@@ -111,11 +116,14 @@ def _expected(
     optimizer: str,
     moments: str,
     ema: int,
-) -> tuple[list[float], list[float], list[reference.Balance], list[list[float]], list[float]]:
+) -> tuple[
+    list[float], list[float], list[reference.Balance], list[list[float]], list[float], list[reference.LayerValues]
+]:
     case = Case(model=model, frozen=frozen, batch=batch, micro_batches=1, reset=reset, targets=targets)
     balance: list[reference.Balance] = []
     ahead: list[list[float]] = []
     averaged: list[float] = []
+    layers: list[reference.LayerValues] = []
     case = fp64(case)._replace(optimizer=optimizer, moments=moments, ema=ema)
     found = reference.train(
         case.config(),
@@ -123,8 +131,9 @@ def _expected(
         tell_balance=balance.append,
         tell_ahead=ahead.append,
         tell_average=averaged.append,
+        tell_layers=layers.append,
     )
-    return *found, balance, ahead, averaged
+    return *found, balance, ahead, averaged, layers
 
 
 def tolerance(case: Case) -> float:
@@ -153,6 +162,16 @@ def check_averaged(case: Case, outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         assert len(outcome.averaged) == (STEPS - case.ema + 1 if case.ema else 0)
         assert not case.ema or relative_error(outcome.averaged, expected_averaged(case)) < tolerance(case)
+
+
+def check_layers(case: Case, outcomes: list[Outcome]) -> None:
+    """Compare statistics per layer; they change no bit, because losses and norms are compared too."""
+    for outcome in outcomes:
+        assert len(outcome.layers) == (len(outcome.losses) if case.stats else 0)
+        for found, wanted in zip(outcome.layers, expected_layers(case), strict=False):
+            assert {key: list(values) for key, values in found.items()} == {k: list(v) for k, v in wanted.items()}
+            for key, values in found.items():
+                assert relative_error([*values.values()], [*wanted[key].values()]) < tolerance(case), key
 
 
 def check_balance(case: Case, outcomes: list[Outcome]) -> None:
@@ -217,6 +236,7 @@ def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
         assert relative_error(outcome.norms, norms) < tolerance(case)
     check_ahead(case, outcomes)
     check_averaged(case, outcomes)
+    check_layers(case, outcomes)
     check_balance(case, outcomes)
     check_bytes(case, outcomes)
 
@@ -315,6 +335,8 @@ def check_near(case: Case, outcomes: list[Outcome]) -> None:
         assert relative_error(outcome.norms, norms[:steps]) < any_norm
         for at, (found, wanted) in enumerate(zip(outcome.ahead, expected_ahead(case), strict=False)):
             assert not found or relative_error(list(found), wanted) < (any_loss if at else first_loss)
+        for key, values in outcome.layers[0].items() if case.stats else ():
+            assert relative_error([*values.values()], [*expected_layers(case)[0][key].values()]) < 8 * first_norm, key
         wanted = expected_averaged(case)[: len(outcome.averaged)]
         assert not case.ema or relative_error(outcome.averaged, wanted) < any_loss
 

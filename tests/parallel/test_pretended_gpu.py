@@ -22,10 +22,11 @@ from tests.helpers.ranks import RankError
 from tests.helpers.rings import SECOND, by_default
 from tests.parallel import matrix
 from tests.parallel.cases import MODEL, Case, Outcome, train_on
-from tests.parallel.test_parity import check_bytes, check_near, parameters
+from tests.parallel.test_parity import check_bytes, check_layers, check_near, parameters
 from tests.pretended_gpu import EARLY_FREE, GPU, MIXED_DEVICES, RACE, Finding, pretended_gpu
 
 FOR_GRADIENTS = ["Stream.synchronize", "copy_ of pageable memory [GradNorm]"]  # in host memory, and their norm
+FOR_STATISTICS = ["copy_ of pageable memory"]  # sums of units in host memory
 STEPS = 2  # the second finds buffers, streams and moments of the first
 
 
@@ -59,6 +60,8 @@ def test_every_path_of_a_gpu_is_in_order(case: Case, ranks) -> None:
         assert found == {}
         spec = rank_spec(case.config(), case.layout, case.layout.coord(rank).pp, declare)
         wanted = [*(FOR_GRADIENTS[case.disk :] if spec.offloaded_units else []), "tolist"]
+        if case.stats:
+            wanted += [*(FOR_STATISTICS if spec.offloaded_units else []), "tolist"]
         for step in waits:
             of_experts = [wait for wait in step if "[Forward blocks." in wait or "[Forward head" in wait]
             assert len(of_experts) == waits_for_experts(case, rank)
@@ -66,6 +69,8 @@ def test_every_path_of_a_gpu_is_in_order(case: Case, ranks) -> None:
             assert [wait for wait in step if wait not in other] == wanted
     check_bytes(case, outcomes)
     check_near(case, outcomes)
+    if case.precision == "fp64":
+        check_layers(case, outcomes)
 
 
 def waits_for_experts(case: Case, rank: int) -> int:

@@ -150,7 +150,7 @@ def rehearsed(config: Config, device: RehearsalDevice) -> Config:
         evaluation=EvaluationConfig(),
         checkpoint=CheckpointConfig(),
         monitor=MonitorConfig(straggler_interval=0),
-        log=LogConfig(log_interval=NEVER),
+        log=LogConfig(log_interval=NEVER, stats_interval=min(1, config.log.stats_interval)),
     )
 
 

@@ -137,7 +137,7 @@ class UnitGradients:
     def start_store(self) -> Pending:
         """Copy the reduced gradient to the unit's home, and free it on the device."""
         assert isinstance(self.reduced, Buffer), f"the gradients of {self.unit.name} are not on the device"
-        self.reduced, pending = self.home.start_store(self.reduced, self._counted)
+        self.reduced, pending = self.home.start_store(self.reduced, self.pieces)
         return pending
 
     def start_fetch(self) -> Pending:
@@ -161,9 +161,10 @@ class UnitGradients:
         gradients of experts count on the first rank only.
         """
         assert self.reduced is not None, f"the gradients of {self.unit.name} are not reduced"
-        return self.reduced.counted(self._counted)
+        return self.reduced.counted(self.pieces)
 
-    def _counted(self, gradient: torch.Tensor) -> list[torch.Tensor]:
+    def pieces(self, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """Return the pieces of numbers [owned] that this rank counts: see `counted`."""
         if not self.unit.group.over_tp:
             equal = [self.unit.replica, *([] if self.unit.policy.optimizer else [self.unit.shard])]
             return [gradient] if all(axis.is_first for axis in equal) else []

@@ -30,17 +30,25 @@ def spent(run: Run) -> dict[str, float]:
     return found
 
 
-def goodput_line(run: Run) -> str:
-    """Return the share of time in steps that are kept, and the causes of the rest that take a hundredth of it.
+def goodput(found: dict[str, float]) -> float | None:
+    """Return the share of time in steps that are kept, given the seconds by cause.
 
-    Empty for a run of less than an hour that computed no step again: its start alone would decide the share.
+    None for a run of less than an hour that computed no step again: its start alone would decide the share.
     """
-    found = spent(run)
     total = sum(found.values())
     if not found or (total < SHORT_SECONDS and not found[AGAIN]):
+        return None
+    return found[KEPT] / total
+
+
+def goodput_line(run: Run) -> str:
+    """Return the goodput, and the causes of the rest that take a hundredth of the time; empty without a goodput."""
+    found = spent(run)
+    total, share = sum(found.values()), goodput(found)
+    if share is None:
         return ""
     causes = {cause: seconds for cause, seconds in found.items() if cause != KEPT and not cause.startswith("start: ")}
     causes = {"starts": sum(found.values()) - sum(causes.values()) - found[KEPT]} | causes
     large = [f"{cause} {seconds / total:.1%}" for cause, seconds in causes.items() if seconds >= total / 100]
     rest = f"; {', '.join(large)}" if large else ""
-    return f"{found[KEPT] / total:.1%} of {duration(total)} in {KEPT}{rest}"
+    return f"{share:.1%} of {duration(total)} in {KEPT}{rest}"

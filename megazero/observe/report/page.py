@@ -19,8 +19,8 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.files import replace_file
 from megazero.observe.progress_line import RECENT, Record
 from megazero.observe.report.curves import chart_data, start_text
-from megazero.observe.report.heat_map import MOST_COLUMNS, HeatMap, heat_map
-from megazero.observe.report.lost_time import KEPT, spent
+from megazero.observe.report.heat_map import MOST_COLUMNS, HeatMap, heat_map, logarithmic_limits
+from megazero.observe.report.lost_time import KEPT, goodput, spent
 from megazero.observe.report.runs import METRICS, Run, curve, keys_of, read_run, smooth
 from megazero.units import count, duration, ranges, size, things
 
@@ -39,6 +39,12 @@ MEMORY = {
     "peak": "peak of all at one instant",
     "host": "host memory",
     "nvme": "files",
+}
+STATISTICS = {
+    "layer_grad_norm": "Gradient norm, before clipping",
+    "layer_update_ratio": "Update over weight",
+    "layer_max_activation": "Largest activation",
+    "layer_max_logit": "Largest attention logit",
 }
 MEDIANS = (
     ("tokens/s", "tokens_per_second", ",.0f"),
@@ -91,6 +97,7 @@ def page(run: Run, live: int = 0) -> str:
         state=_state(run),
         cards=cards(run),
         loads=[each for each in (_loads(run), _last_loads(run)) if each is not None],
+        layers=_statistics(run),
         sampled=next((record for record in reversed(run.records) if record.get("samples")), None),
         layout=_layout(start),
         memory=_bars(last.get("memory_bytes"), MEMORY),
@@ -162,8 +169,8 @@ def cards(run: Run) -> list[tuple[str, str]]:
     for name, key, form in MEDIANS:
         if len(values := curve(run, key).y):
             found.append((f"{name}, median", format(np.median(values), form)))
-    if causes := spent(run):
-        found.append((f"goodput: time in {KEPT}", f"{causes[KEPT] / sum(causes.values()):.1%}"))
+    if (share := goodput(spent(run))) is not None:
+        found.append((f"goodput: time in {KEPT}", f"{share:.1%}"))
     if len(peak):
         found.append(("peak memory of rank 0", size(round(float(peak.max())))))
     if skipped := sum(bool(record.get("skipped")) for record in run.records):
@@ -192,17 +199,39 @@ def _state(run: Run) -> str:
 
 
 def _loads(run: Run) -> HeatMap | None:
-    """Draw the load of the busiest expert over the iterations; of several in one column, the largest."""
-    layers = keys_of(run, "moe_load")
-    found = [curve(run, f"moe_load/{layer}") for layer in layers]
-    first, last = run.records[0]["iteration"], run.records[-1]["iteration"]
-    columns = min(MOST_COLUMNS, last - first + 1)
-    values = np.full((len(layers), columns), np.nan)
+    """Draw the load of the busiest expert over the iterations."""
+    found, layers = over_iterations(run, "moe_load"), _layers(keys_of(run, "moe_load"))
+    if found is None:
+        return None
+    return heat_map("Load of each layer's busiest expert", "iteration", layers, values=found[0], columns=found[1])
+
+
+def over_iterations(run: Run, key: str) -> tuple[np.ndarray, tuple[int, int]] | None:
+    """Return values by layer and iteration, [layers, columns], and the iterations of the first and the last column.
+
+    Of several values in one column, the largest is taken. None: the run has no values of this key.
+    """
+    found = [curve(run, f"{key}/{layer}") for layer in keys_of(run, key)]
+    places = np.unique(np.concatenate([each.x for each in found])) if found else np.empty(0)
+    if not len(places):
+        return None
+    first, last, columns = int(places[0]), int(places[-1]), min(MOST_COLUMNS, len(places))
+    values = np.full((len(found), columns), np.nan)
     for row, each in zip(values, found, strict=True):
         np.fmax.at(row, ((each.x - first) * columns // (last - first + 1)).astype(int), each.y)
-    return heat_map(
-        "Load of each layer's busiest expert", "iteration", _layers(layers), values=values, columns=(first, last)
-    )
+    return values, (first, last)
+
+
+def _statistics(run: Run) -> list[HeatMap]:
+    """Draw each statistic of --stats-interval by layer over the iterations."""
+    drawn = []
+    for key, title in STATISTICS.items():
+        if (found := over_iterations(run, key)) is not None:
+            values, columns = found
+            names = [name.removesuffix("_embedding") for name in keys_of(run, key)]
+            limits = logarithmic_limits(values)
+            drawn.append(heat_map(title, "iteration", names, values=values, columns=columns, limits=limits))
+    return [each for each in drawn if each is not None]
 
 
 def _last_loads(run: Run) -> HeatMap | None:

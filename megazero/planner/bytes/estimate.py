@@ -42,7 +42,8 @@ from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.flag_names import with_values
 from megazero.planner.bytes.rank_parts import rank_parts
-from megazero.planner.sizes import PASSES, StepSizes
+from megazero.planner.bytes.statistics import StatisticsSizes
+from megazero.planner.sizes import PASSES, Moved, StepSizes
 from megazero.planner.state_shares import saved_bytes
 from megazero.planner.trace.trace import layer_sizes
 
@@ -220,6 +221,8 @@ class _Walk:
             config, layout, self.spec, device_type="cpu" if needs_staging_buffer else "cuda", cp_rank=coord.cp
         )
         self.sizes = StepSizes(config=config, layout=layout, spec=self.spec, layers=layers, places=layout.places(coord))
+        declared = declare(config.model, layout.tp)
+        self.blocks, self.statistics = declared.blocks, StatisticsSizes(config, layout, coord, len(declared.kinds))
         self.tracker = MemoryTracker()
         self.traffic: Counter[str] = Counter(dict.fromkeys(KINDS_OF_TRAFFIC, 0))
         self.allocations: dict[object, Allocation] = {}
@@ -273,8 +276,7 @@ class _Walk:
         memory = {kind: now[kind] for kind in ("parameters", "optimizer")}
         self.execute(step.gradients)
         memory["gradients"] = now["gradients"]
-        for kind, num_bytes in self.sizes.sent(self.sizes.agreed()):
-            self.traffic[kind] += num_bytes
+        self._send(self.sizes.agreed() + self.statistics.reduced())
         self.execute(step.update)
         memory |= {kind: peak[kind] for kind in PEAKS}
         gathers = self.gathers.values()
@@ -306,6 +308,10 @@ class _Walk:
             if isinstance(op, Backward):
                 self.activations.add(-self.saved.pop(op.key, 0))
 
+    def _send(self, moves: tuple[Moved, ...]) -> None:
+        for kind, num_bytes in self.sizes.sent(moves):
+            self.traffic[kind] += num_bytes
+
     def held(self) -> tuple[int, ...]:
         """Return the current bytes on the device, by KINDS."""
         return (*(self.tracker.now[kind] for kind in KINDS[:-1]), self.activations.now)
@@ -319,6 +325,9 @@ class _Walk:
 
     def _forward(self, op: Forward) -> None:
         layer = self.sizes.layers[op.layer]
+        if self.statistics.observes_scores(op, self.blocks):
+            self._send((self.statistics.gathered(),))
+            self.tracker.allocate("buffers", self.statistics.scores).end()
         if op.graph:
             self._save(op, layer.kept(own_input=True))
         if layer.routes and self.spec.recomputes(self.spec.layers[op.layer]):
@@ -402,6 +411,7 @@ class _Walk:
 
     def _update(self, op: Update) -> None:
         on_host = self.spec.units[op.unit].on_host
-        self.tracker.allocate("host" if on_host else "buffers", self.sizes.optimized(op.unit).temporary).end()
+        copied = self.statistics.copied(self.sizes.owned(op.unit), self.sizes.rates.state)
+        self.tracker.allocate("host" if on_host else "buffers", copied + self.sizes.optimized(op.unit).temporary).end()
         if not on_host:
             self.allocations[op] = self.allocations.pop(("sharded", op.unit))

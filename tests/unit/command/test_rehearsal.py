@@ -55,10 +55,11 @@ def test_a_gpus_rank_is_rehearsed_without_one(tmp_path, capsys) -> None:
 @pytest.mark.second
 @pytest.mark.long
 def test_a_rank_with_experts_holds_what_is_estimated() -> None:
-    """Its router has biases, and its tokens are taken as balanced."""
+    """Its router has biases, its tokens are taken as balanced, and its step has statistics per layer."""
     flags = "--architecture mixtral --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 16 "
     flags += "--vocab-size 101 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --recompute full "
-    flags += "--moe-aux-loss-coeff 0.01 --expert-model-parallel-size 2 --rehearse 4:0,3 --precision bf16"
+    flags += "--moe-aux-loss-coeff 0.01 --expert-model-parallel-size 2 --rehearse 4:0,3 --precision bf16 "
+    flags += "--stats-interval 3"
     for found in run_rehearsal(parse(flags.split()), SINGLE, 0):
         assert found.memory == found.estimated_memory and found.traffic == found.estimated_traffic
 

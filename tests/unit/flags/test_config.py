@@ -66,7 +66,8 @@ COMING: set[str] = set()
 # 178: --data-stages.
 # 179: --packing.
 # 181: --decay-from and --decay-iters.
-NUM_OPTIONS = 187
+# 188: --activation, --stats-interval.
+NUM_OPTIONS = 188
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {

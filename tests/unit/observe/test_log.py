@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megazero.engine.options.schema import Config, LogConfig, ModelConfig
+from megazero.engine.options.schema import Config, DataConfig, LogConfig, ModelConfig
 from megazero.files import replace_file
 from megazero.flags.cli import parse
 from megazero.flags.cli import read as read_command
@@ -258,7 +258,7 @@ def test_flatten() -> None:
 def test_loads_of_experts_are_flattened_by_layer_and_their_choices_left_out(tmp_path: Path) -> None:
     found = record(1, moe_load={"0": 1.5, "2": 1.25}, moe_choices={"0": [3, 1], "2": [2, 2]})
     assert flatten(found) == flatten(record(1)) | {"moe_load/0": 1.5, "moe_load/2": 1.25}
-    writer = TensorBoard(str(tmp_path), 0)
+    writer = TensorBoard(str(tmp_path), 0, Config())
     writer.write(found)
     writer.close()
     assert scalars(tmp_path)["moe_load/2"] == [(1, 1.25)]
@@ -271,7 +271,7 @@ def test_a_key_that_some_iterations_have_is_written_and_flattened(tmp_path: Path
     write(path, 1, range(2, 3), fragmentation=found)
     assert [r.get("fragmentation") for r in read(path)] == [None, found]
     assert flatten(record(2, fragmentation=found))["fragmentation/largest_free"] == 5
-    writer = TensorBoard(str(tmp_path / "events"), 0)
+    writer = TensorBoard(str(tmp_path / "events"), 0, Config())
     writer.write(record(1))
     writer.write(record(2, fragmentation=found))
     writer.close()
@@ -299,8 +299,52 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def texts(folder: Path, tag: str) -> list[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)]
+
+
+def hyperparameters(folder: Path) -> tuple[dict[str, object], set[str]]:
+    """Return the values that TensorBoard's plugin reads, and the names of the metrics that it shows next to them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    found = plugin_data_pb2.HParamsPluginData
+    parts = {tag: found.FromString(content) for tag, content in events.PluginTagToContent(metadata.PLUGIN_NAME).items()}
+    values = parts[metadata.SESSION_START_INFO_TAG].session_start_info.hparams
+    shown = parts[metadata.EXPERIMENT_TAG].experiment.metric_infos
+    assert metadata.SESSION_END_INFO_TAG in parts
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}, {
+        each.name.tag for each in shown
+    }
+
+
+CONFIG = replace(
+    Config(), model=ModelConfig(hidden_size=12, untie_embeddings=True), data=DataConfig(data_path=("0.5", "some"))
+)
+
+
+def test_tensorboard_has_the_options_and_the_samples(tmp_path: Path) -> None:
+    """Hyperparameters are options that are not the default. TensorBoard follows one file."""
+    writer = TensorBoard(str(tmp_path), 0, CONFIG)
+    writer.write(record(3, validation_loss=2.0, samples=[{"prompt": "To be", "text": " or not"}]))
+    writer.close()
+    values, shown = hyperparameters(tmp_path)
+    assert values == {"hidden-size": 12, "untie-embeddings": True, "data-path": "0.5 some"}
+    assert shown == {"loss", "validation_loss"} <= set(scalars(tmp_path))
+    (options,) = texts(tmp_path, "options/text_summary")
+    assert "    hidden-size = 12\n" in options and "    zero-stage = 1\n" in options
+    assert texts(tmp_path, "samples/0/text_summary") == ["**To be** or not"]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
-    writer = TensorBoard(str(tmp_path), 0)
+    writer = TensorBoard(str(tmp_path), 0, CONFIG)
     for i in (1, 2, 3):
         writer.write(record(i, loss=float(i), samples=[{"prompt": "To be", "text": " or not"}]))
     writer.close()
@@ -308,7 +352,7 @@ def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
     assert found["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert found["memory_bytes/peak"][0] == (1, 3 << 30)
     assert set(found) == set(flatten(record(1)))
-    resumed = TensorBoard(str(tmp_path), 2)
+    resumed = TensorBoard(str(tmp_path), 2, CONFIG)
     resumed.write(record(3, loss=7.0))
     resumed.close()
     assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 7.0)]

@@ -74,6 +74,7 @@ def test_a_run_without_an_end_lasts_to_its_last_record(tmp_path: Path) -> None:
     records = [{"step_seconds": 40.0, "at": 1041.0}, {"step_seconds": 45.0, "at": 1090.0}]
     write(tmp_path, [start(1000.0, 0, process=10.0)], records)
     assert goodput_line(read_run(tmp_path)) == ""  # shorter than an hour, and nothing was lost
+    assert "goodput" not in page(read_run(tmp_path))
     found = spent(read_run(tmp_path))
     assert (found["steps that are kept"], found["start: process"]) == (85.0, 10.0)
     assert sum(found.values()) == 100.0
@@ -84,6 +85,7 @@ def test_an_hour_without_a_loss_has_a_goodput(tmp_path: Path) -> None:
     for seconds, words in ((3589.0, ""), (3591.0, "99.7% of 1:00:01 in steps that are kept")):
         write(tmp_path, [start(1000.0, 0, process=10.0)], [{"step_seconds": seconds, "at": 1000.0 + seconds}])
         assert goodput_line(read_run(tmp_path)) == words
+        assert ("goodput: time in" in page(read_run(tmp_path))) == bool(words)
 
 
 def test_a_log_may_begin_in_the_middle_of_a_run(tmp_path: Path) -> None:

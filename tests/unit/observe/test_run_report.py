@@ -437,9 +437,9 @@ def test_common_folders_are_left_out_of_names() -> None:
 # -- heat maps of experts
 
 
-def cells(page: str) -> list[list[tuple[int, float, float, float, float]]]:
-    """Read back the cells of every heat map: colour, left and right edge, middle, height."""
-    section = page[page.index("<h2>Experts") :]
+def cells(page: str, title: str = "Experts") -> list[list[tuple[int, float, float, float, float]]]:
+    """Read back the cells of every heat map from a section on: colour, left and right edge, middle, height."""
+    section = page[page.index(f"<h2>{title}") :]
     found = []
     for svg in re.findall(r"<svg.*?</svg>", section, re.DOTALL):
         paths = re.findall(r'<path class="h(\d)" stroke-width="([\d.]+)" d="([^"]*)"', svg)
@@ -507,6 +507,26 @@ def test_unknown_loads_are_not_drawn() -> None:
     assert [text for _, text in drawn.x_ticks] == ["7", "8", "9"]
     alone = heat_map("t", "x", ["a"], np.array([[1.0]]), (5, 5))
     assert alone is not None and alone.x_ticks == [((LEFT + RIGHT) / 2, "5")]
+
+
+def test_a_report_draws_statistics_by_layer_every_few_iterations(tmp_path: Path) -> None:
+    """Every tenth of 40 iterations has them. The head's update grows tenfold each time; the table has no logit."""
+    records = [record(i) for i in range(1, 41)]
+    for place, each in enumerate(records[9::10]):
+        each["layer_update_ratio"] = {"token_embedding": 1e-3, "head": 1e-3 * 10**place}
+        each["layer_max_logit"] = {"blocks.0": -0.5 if place else None}
+    text, page = report_of(write_run(tmp_path / "run", records))
+    assert "Layers Update over weight token head" in page.text and "Largest attention logit blocks.0" in page.text
+    ratios, logits = cells(text, "Layers")
+    table, head = ([cell for cell in ratios if (cell[3] > (TOP + BOTTOM) / 2) == low] for low in (False, True))
+    quarters = [LEFT + (RIGHT - LEFT) * part / 4 for part in range(5)]
+    assert [(color, round(left), round(right)) for color, left, right, *_ in table] == [(0, LEFT, RIGHT)]
+    assert [color for color, *_ in sorted(head, key=lambda cell: cell[1])] == [0, 3, 6, 8]
+    assert [round(left) for _, left, *_ in head] == [round(at) for at in quarters[:4]]
+    assert [(color, left, right) for color, left, right, *_ in logits] == [(0, LEFT, RIGHT)]  # from the first known one
+    data = chart_data([read_run(tmp_path / "run")], ["run"])
+    largest = next(chart for chart in data["charts"] if chart["title"].startswith("Update over weight"))
+    assert largest["series"][0]["y"] == pytest.approx([1e-3, 1e-2, 0.1, 1])
 
 
 # -- the scripts

@@ -220,10 +220,12 @@ class Attention(nn.Module):
 
     Attributes:
         score_flops: FLOPs per token of scores and sums over values, for all heads of the model.
+        watch: called with this layer, its queries and keys, and the tokens, for statistics; None: no one asks.
     """
 
     columns: tuple[ColumnLinear, ...]
     proj: RowLinear
+    watch: Callable[[Attention, Sequence[torch.Tensor], MicroBatchInfo], None] | None = None
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
@@ -273,6 +275,8 @@ class Attention(nn.Module):
             is_attention_fused, device, precision, rows is not None, documents is not None, softcap
         )
         sinks = self.sinks
+        if self.watch is not None:
+            self.watch(self, heads, tokens)
         if tokens.cache is None:
             by_sums = fused(dealt is not None or sinks is not None)
             return self.core(*heads, fused=by_sums, rows=rows, documents=documents, dealt=dealt)

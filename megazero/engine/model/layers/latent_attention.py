@@ -87,7 +87,7 @@ class LatentAttention(Attention):
         )
         self.proj = RowLinear(context, n * self.value_dim, h, std=model.residual_std, bias=False)
         self.tables = context.rotary_tables(Rotary.of(model, number), model.seq_length)
-        self.gathers = not context.ring and width < 2 * self.num_heads * model.head_dim
+        self.gathers = gathers_latents(model, self.num_heads, context.ring)
         if self.gathers:
             self.core = replace(self.core, cp=None)
 
@@ -124,6 +124,11 @@ class LatentAttention(Attention):
         )
         found = found.view(len(latents), self.num_heads, -1)[..., : self.rank]
         return torch.einsum("tnr,nvr->tnv", found, values).flatten(1)
+
+
+def gathers_latents(model: ModelConfig, heads: int, ring: bool) -> bool:
+    """Return whether context-parallel ranks gather latents: narrower than keys and values of a rank's heads."""
+    return not ring and model.kv_lora_rank + model.qk_pos_emb_head_dim < 2 * heads * model.head_dim
 
 
 class LatentColumns(NamedTuple):

@@ -77,6 +77,7 @@ FLIPPED = {
     "loss-scale-window": ("--loss-scale-window 5", "--precision fp16"),
     "hysteresis": ("--hysteresis 3", "--precision fp16"),
     "ema-interval": ("--ema-interval 5", ""),
+    "stats-interval": ("--stats-interval 5", ""),
     "lr": ("--lr 1", ""),
     "min-lr": ("--min-lr 1e-5", "--lr-decay-style cosine"),
     "lr-warmup-iters": ("--lr-warmup-iters 3", ""),
