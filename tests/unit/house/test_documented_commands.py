@@ -178,7 +178,7 @@ def test_the_commands_of_a_document_are_read(document: Path) -> None:
 def test_the_commands_are_found() -> None:
     found = list(commands((ROOT / "README.md").read_text()))
     for part in (
-        "train_tokenizer.py",
+        "megazero tokenizer",
         "launch.sh --nproc 2",
         "--eval-only",
         "export --to hf",
