@@ -1,7 +1,7 @@
 # The developer's commands. `bash scripts/test.sh` once makes .venv with all that they need.
 BIN := .venv/bin
 
-.PHONY: help check format test test-second test-all test-gpu chaos fuzz mutate bench paper test-machines same-bits
+.PHONY: help check format test test-second test-all test-gpu chaos fuzz mutate bench paper test-machines same-bits site
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,9 @@ same-bits:  ## are losses, bytes and checkpoints of 28 layouts bit for bit those
 bench:  ## speed of one process against transformers, of two against DDP and FSDP2
 	$(BIN)/python benchmarks/single_process.py
 	$(BIN)/python benchmarks/zero.py
+
+site:  ## the pages with search, into site/; a dead link fails. To look: `.venv/bin/mkdocs serve`
+	$(BIN)/mkdocs build --strict
 
 paper:  ## the tables and pictures of docs/results: a hundred rehearsals, half an hour
 	$(BIN)/python -m benchmarks.reports.paper

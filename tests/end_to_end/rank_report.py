@@ -60,6 +60,10 @@ def main() -> int:
         "OMP_NUM_THREADS",
         "CUDA_VISIBLE_DEVICES",
         "TORCH_FR_DUMP_TEMP_FILE",
+        "SLURM_JOB_NAME",
+        "NCCL_IB_HCA",
+        "IN_IMAGE",
+        "FROM_ARGS",
     ):
         report[name] = os.environ.get(name)
     print(json.dumps(report), flush=True)

@@ -110,6 +110,48 @@ def test_a_job_without_an_interpreter_fails_and_says_so(cluster, tmp_path):
     assert job.exit_code == "2:0" and "no pretrain_gpt.py" in batch_log(tmp_path, job)
 
 
+APPTAINER = """\
+#!/bin/sh
+[ "$1 $2 $3 $4 $5 $6" = "exec --nv --bind /data images/torch.sif python" ] || exit 3
+shift 6
+IN_IMAGE=images/torch.sif exec {python} "$@"
+"""
+
+
+def test_containers_modules_and_options_of_srun(cluster, tmp_path):
+    """SETUP puts the container's program on the path, PYTHON has several words, SRUN_ARGS comes after our options."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "apptainer").write_text(APPTAINER.format(python=sys.executable))
+    (tmp_path / "tools" / "apptainer").chmod(0o755)
+    # As of a module: an unset variable and a failed command end nothing.
+    (tmp_path / "env.sh").write_text('echo "in $UNSET_BY_ALL"; false\nexport NCCL_IB_HCA=mlx5\nPATH=$PWD/tools:$PATH\n')
+    image = "apptainer exec --nv --bind /data images/torch.sif python"
+    env = {"SETUP": "env.sh", "PYTHON": image, "SRUN_ARGS": "--job-name=inside --export=ALL,FROM_ARGS=1"}
+    job = cluster.wait(submit(cluster, tmp_path, ["--nodes=2", "--ntasks-per-node=2"], ["--alone", "a  b"], **env))
+    assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), batch_log(tmp_path, job)
+    ranks = reports(tmp_path / "runs", job)
+    assert [(r["rank"], r["host"], r["argv"]) for r in ranks] == [
+        (rank, f"node{rank // 2}", ["--alone", "a  b"]) for rank in range(4)
+    ]
+    wanted = {"IN_IMAGE": "images/torch.sif", "NCCL_IB_HCA": "mlx5", "FROM_ARGS": "1", "SLURM_JOB_NAME": "inside"}
+    assert all({name: rank[name] for name in wanted} == wanted for rank in ranks)
+
+
+def test_a_setup_that_fails_ends_the_job(cluster, tmp_path):
+    (tmp_path / "env.sh").write_text("return 4\n")
+    for setup, said in (("env.sh", "SETUP=env.sh ended with exit code 4"), ("gone.sh", "no SETUP=gone.sh in ")):
+        job = cluster.wait(submit(cluster, tmp_path, ["--ntasks=1"], [], SETUP=setup))
+        assert (job.state, job.exit_code) == ("FAILED", "2:0") and said in batch_log(tmp_path, job)
+
+
+def test_the_python_of_a_container_need_not_be_on_the_host(cluster, tmp_path):
+    """srun gets pyxis's option, which this SLURM does not know."""
+    env = {"PYTHON": "python-of-the-image", "SRUN_ARGS": "--container-image=images/torch.sqsh"}
+    job = cluster.wait(submit(cluster, tmp_path, ["--ntasks=1"], [], **env))
+    log = batch_log(tmp_path, job)
+    assert "--container-image=images/torch.sqsh" in log and "unrecognized option" in log and "quickstart" not in log
+
+
 def test_outside_slurm_the_script_says_how_to_submit_it(tmp_path):
     env = {"PATH": "/usr/bin:/bin"}
     done = subprocess.run(["bash", SBATCH], cwd=tmp_path, env=env, capture_output=True, text=True)
@@ -157,12 +199,14 @@ def test_a_job_near_its_limit_saves_is_requeued_and_ends_with_the_same_curve(clu
     """Signalled as before the time limit, over two nodes; equal to the uninterrupted run bit for bit."""
     flags = [*map(str, model), "--train-iters", "150", "--zero-stage", "2"]
     where = ["--save", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "run")]
-    program = {"PROGRAM": str(ROOT / "pretrain_gpt.py"), "OMP_NUM_THREADS": "1"}
+    program = {"PROGRAM": str(ROOT / "pretrain_gpt.py"), "SETUP": str(tmp_path / "env.sh")}
+    (tmp_path / "env.sh").write_text("export OMP_NUM_THREADS=1; echo sourced before srun\n")
     job_id = submit(cluster, tmp_path, ["--nodes=2", "--ntasks-per-node=1"], [*flags, *where], **program)
     started(cluster, job_id, tmp_path / "run")
     cluster.run("scancel", "--batch", "--signal=USR1", str(job_id))
     job = cluster.wait(job_id)
     log = batch_log(tmp_path, job)
+    assert log.count("sourced before srun") == 2  # the second time after the requeue
     assert (job.state, job.exit_code, job.fields["Restarts"]) == ("COMPLETED", "0:0", "1"), log
     for words in ("USR1: the ranks save and stop", "exit code 75", "requeued: resumes from iter_"):
         assert words in log, log

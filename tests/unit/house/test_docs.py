@@ -18,8 +18,10 @@ DOCS = ROOT / "docs"
 # 20,000 until mixture of experts had its pages, 20,750 until optimizers and their states had theirs, 22,000 until files
 # of states, and runs on fewer nodes than they began with, 23,500 until nodes came back, 24,300 until `megazero verify`,
 # 24,450 until each chapter of extending.md ended with it, 24,560 until multi-token prediction, 24,800 until
-# fine-tuning, 26,700 until recipes, 27,300 until running averages and live reports
-MAX_WORDS = 27_950
+# fine-tuning, 26,700 until recipes, 27,300 until running averages and live reports, 27,750 until README's tables of
+# features, proofs and commands became a page, 28,480 until containers and nodes without SLURM
+MAX_WORDS = 29_450
+README_LINES = 120
 # Programs of `benchmarks/reports` write these pages whole; of other pages they write marked blocks.
 GENERATED = {
     "results/families.md",
@@ -31,6 +33,7 @@ GENERATED = {
 # Flags of sbatch, srun, salloc, torchrun, pip, git and lm_eval.
 FOREIGN = "nodes ntasks-per-node gpus-per-node gpus-per-task cpus-per-task exclusive exclude time partition mem "
 FOREIGN += "account signal requeue dependency job-name cpu-bind nproc-per-node nproc_per_node nnodes hostfile "
+FOREIGN += "nv bind container- container-image container-mounts container-workdir rdzv-backend "
 FOREIGN += "index-url no-install-recommends model_args model tasks diff-filter"
 # Dated records, which are looked up and not read whole.
 RECORDS = ("decisions/", "log/")
@@ -51,9 +54,13 @@ def table(text: str, first_column: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
-def test_every_feature_of_the_readme_has_a_flag_and_a_test() -> None:
-    rows = table(README.read_text(), "feature")
-    assert len(rows) > 15
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    assert len(README.read_text().splitlines()) <= README_LINES
+
+
+def test_every_feature_has_a_flag_and_a_test() -> None:
+    rows = table((DOCS / "features.md").read_text(), "feature")
+    assert len(rows) > 40
     for feature, flag, test in rows:
         for name in re.findall(r"`([^`]+)`", flag):
             known = {*flags(), *OWN_WORDS}
@@ -62,29 +69,21 @@ def test_every_feature_of_the_readme_has_a_flag_and_a_test() -> None:
         assert list((ROOT / "tests").rglob(file)), f"{feature}: {file}"
 
 
-def test_the_printed_program_of_the_readme_is_printed() -> None:
+def test_the_plan_of_its_page_is_printed(tmp_path: Path) -> None:
     command, shown = re.search(
-        r"```bash\npython (scripts/print_program.py [^\n]*)\n```\n.*?```\n(.*?)```", README.read_text(), re.DOTALL
+        r"```\npython (pretrain_gpt.py [^`]*--plan [^`]*)\n```\n```\n([^`]*)```", (DOCS / "plan.md").read_text()
     ).groups()
-    done = warm(*shlex.split(command))
-    assert len(shown.splitlines()) == 12
-    assert shown in done.stdout
+    words = shlex.split(command.replace("\\\n", " ").replace("plans/100b", str(tmp_path)))
+    printed = [line.rstrip() for line in warm(*words).stdout.splitlines()]
+    assert "\n".join(printed).startswith(shown.rstrip("\n"))
 
 
-def test_the_prediction_of_the_readme_is_printed() -> None:
-    command, shown = re.search(
-        r"```bash\npython (pretrain_gpt.py [^`]*--plan [^`]*)\n```\n\n```\n([^`]*)```", README.read_text()
-    ).groups()
-    words = shlex.split(command.replace("\\\n", " "))
-    done = warm(*words)
-    assert shown in done.stdout
-
-
-def test_the_summary_of_the_readme_is_that_of_the_quickstart() -> None:
+def test_the_end_of_the_quickstart_is_that_of_the_readme() -> None:
+    """Its words; seconds and losses depend on the machine."""
     source = (ROOT / "scripts" / "quickstart.py").read_text()
-    block = README.read_text().split("```\nDone, ")[1].split("```")[0]
-    for line in block.splitlines()[2:]:
-        assert line.strip() in ("", "...") or re.sub(r" {2,}", "  ", line).split("  ")[-1] in source
+    (shown,) = re.findall(r"^# (Done, .*)$", README.read_text(), re.MULTILINE)
+    for words in filter(str.strip, re.split(r"[\d.]+|->", shown)):
+        assert words.strip() in re.sub(r"\[/?bold\]|\\\n", "", source), words
 
 
 def test_flags_of_the_pages_exist() -> None:

@@ -10,10 +10,12 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest.__main__
 import tyro
+import yaml
 
 from megazero.called_as import SUBCOMMANDS
 from megazero.console.program_tool import program_options
@@ -35,8 +37,9 @@ SUBMITTED = {
     "scripts/slurm/preprocess.sbatch": "data_tools/preprocess_data.py",
 }
 OPEN = {"...", "FLAGS"}  # the reader adds flags of his own here
-STARTS = "python|bash|sbatch|megazero"
+STARTS = "python|bash|sbatch|megazero|torchrun"
 SCRIPT_OF = {f"megazero {name}": script for script, name in SUBCOMMANDS.items()}
+OF_LAUNCHER = ("--nproc", "--rdzv-endpoint", "--wait")  # each with a value; --elastic is the program's too
 OF_RUNS = {
     "scripts/verify.py": own_options,
     "scripts/print_program.py": program_options,
@@ -46,11 +49,20 @@ OF_RUNS = {
 def commands(text: str) -> Iterator[str]:
     """The command lines of ```bash blocks, and of `code` that begins as one; continued lines are joined."""
     for block in re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        block = re.sub(r"^(.*) <<'(\w+)'\n.*?^\2$", r"\1", block, flags=re.DOTALL | re.MULTILINE)  # no here-documents
         yield from filter(str.strip, block.replace("\\\n", " ").splitlines())
+    for block in re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        yield from (shlex.join(command) for each in yaml.safe_load_all(block) for command in containers(each))
     for span in re.findall(
         rf"`((?:{STARTS}) [^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     ):
         yield " ".join(span.split())
+
+
+def containers(resource: dict[str, Any]) -> list[list[str]]:
+    """The commands of a Kubernetes job's containers."""
+    spec = resource["spec"].get("template", {}).get("spec", {})
+    return [container["command"] for container in spec.get("containers", [])]
 
 
 def simple_commands(line: str) -> Iterator[list[str]]:
@@ -77,6 +89,10 @@ def _fault_of_command(words: list[str]) -> str:
         program = words[0].removeprefix("PROGRAM=") if words[0].startswith("PROGRAM=") else program
         words = words[1:]
     first, *rest = words or [""]
+    if first == "torchrun":
+        while rest and rest[0] != "-m" and not rest[0].endswith(".py"):
+            rest = rest[1:]
+        first, rest = ("megazero", rest[2:]) if rest[:2] == ["-m", "megazero"] else ("python", rest)
     if first == "megazero":
         name, *rest = rest
         if name == "plan":
@@ -103,8 +119,8 @@ def _fault_of_command(words: list[str]) -> str:
         return f"{' '.join(rest[:1])}: no such file"
     script, *rest = rest
     if script == LAUNCH:
-        at = rest.index("--nproc") if "--nproc" in rest else len(rest)
-        return _fault_of_program(program, rest[:at] + rest[at + 2 :])
+        own = [at for at, word in enumerate(rest) if word in OF_LAUNCHER]
+        return _fault_of_program(program, [word for at, word in enumerate(rest) if not {at, at - 1} & {*own}])
     return _fault_of_program(SUBMITTED.get(script, script), rest)
 
 
@@ -178,13 +194,16 @@ def test_the_commands_of_a_document_are_read(document: Path) -> None:
 def test_the_commands_are_found() -> None:
     found = list(commands((ROOT / "README.md").read_text()))
     for part in (
-        "train_tokenizer.py",
+        "megazero tokenizer",
         "launch.sh --nproc 2",
         "--eval-only",
         "export --to hf",
         "sbatch ",
         "megazero verify",
     ):
+        assert any(part in line for line in found), part
+    found = list(commands((ROOT / "docs" / "containers.md").read_text()))
+    for part in ("megazero launch --elastic 1:2 --rdzv-endpoint train-0.train:29400", "-m megazero train", "SETUP="):
         assert any(part in line for line in found), part
 
 
@@ -204,6 +223,8 @@ def test_the_commands_are_found() -> None:
         ("megazero trian --preset tiny", "no such command"),
         ("megazero train --num-layerz 4", "num-layerz"),
         ("megazero launch generate --nproc 2 --load a --promt x", "promt"),
+        ("torchrun --nnodes 2 --rdzv-endpoint=node0:1 -m megazero train --num-layerz 4", "num-layerz"),
+        ("megazero launch --elastic 2:2 --rdzv-endpoint node0:29400 --save a --num-layerz 4", "num-layerz"),
         ("python scripts/gone.py --load a", "scripts/gone.py: no such file"),
         ("python -m megazero.gone", "megazero/gone.py: no such file"),
     ],
