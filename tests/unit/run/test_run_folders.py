@@ -96,6 +96,7 @@ def test_what_ranks_compare_besides_flags(tmp_path: Path, monkeypatch: pytest.Mo
         "the weight of --data-path's corpus 2": "2",
         "the content of --data-path's corpus 2": "second:-",
         "the content of --tokenizer": "what it does",
+        "the content of --tasks": "none",
         "torch's version": torch.__version__,
     }
     assert len(code) == 12 and int(code, 16) >= 0
