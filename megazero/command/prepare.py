@@ -135,7 +135,7 @@ def prepare(command: Command, world: World) -> Prepared:
             f"--data-stages {config.data.data_stages}: stage {late.number}, from sample {late.first:,}, begins after "
             f"--train-iters {config.training.train_iters}"
         )
-    checked = check_stages(choice.config, stages, ranks, tokenizer, tasks)
+    checked = check_stages(choice.config, stages, ranks, tokenizer=tokenizer, tasks=tasks)
     verdict = verdict_of_rank_0(checked[0]) if world.rank == 0 else Verdict()
     if verdict.refusal and world.has_peers:  # at once, because the others may start late, or never
         log.error(f"{verdict.refusal}; this rank ends once all ranks have joined")

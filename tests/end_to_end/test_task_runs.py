@@ -6,13 +6,19 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megazero.console.checkpoint_tool import Export, export_checkpoint
+from megazero.data.task_files import read_tasks
+from megazero.data.task_requests import encode_tasks
 from megazero.engine.options.schema import ModelConfig
+from megazero.generation.generate import Generator
+from megazero.generation.sampling import Sampling
+from megazero.interop.lm_eval_model import CheckpointScorer, lm_eval_class
 from tests.end_to_end.cli import metrics, pretrain
 from tests.helpers.rings import by_default
 from tests.helpers.rounding import model_tolerance
@@ -185,3 +191,46 @@ def test_files_that_cannot_be_used_are_refused_before_the_run(run, refusal) -> N
     done = refusal(*SIZES, "--vocab-size", WORDS, "--tasks", folder / "items.jsonl", "--save", folder / "never")
     assert done.returncode == 1 and "needs --tokenizer, because items are text; add it" in done.stderr
     assert not (folder / "never").exists()
+
+
+def test_the_model_of_lm_eval_without_lm_eval(run, by_transformers) -> None:
+    """Log-likelihoods of pairs and of texts; greedy texts end at a stop sequence."""
+    folder, _ = run
+    scorer = CheckpointScorer(str(folder / "run"), batch_size=3)
+    encoded = encode_tasks(read_tasks([str(folder / "items.jsonl")]), scorer.text)
+    found = scorer.score_pairs([pair for pairs in encoded.pairs[:6] for pair in pairs])
+    for (ours, greedy), (theirs, wanted) in zip(found, [x for item in by_transformers[:6] for x in item], strict=True):
+        assert abs(ours - theirs) < NEAR * abs(theirs) and greedy == wanted
+    texts = [SimpleNamespace(args=(item["text"],)) for item in ITEMS[6:]]
+    rolling = scorer.loglikelihood_rolling(texts)
+    assert rolling == pytest.approx([theirs for ((theirs, _),) in by_transformers[6:]], rel=NEAR)
+    request = SimpleNamespace(args=("The quick", {"max_gen_toks": 9, "do_sample": False}))
+    (whole,) = scorer.generate_until([request])
+    ids = scorer.text.encode("The quick")
+    (greedy,) = Generator(scorer.inference, Sampling(temperature=0.0), 9, batch_size=1, eod=None).run([ids])
+    assert whole == scorer.text.decode(greedy[0].new_ids) and len(whole) > 3
+    request = SimpleNamespace(args=("The quick", {"max_gen_toks": 9, "until": ["~~", whole[2]]}))
+    assert scorer.generate_until([request]) == [whole[: whole.index(whole[2])]]
+    with pytest.raises(ValueError, match=f"load={folder} holds no checkpoint"):
+        CheckpointScorer(str(folder))
+
+
+@pytest.mark.second
+def test_lm_evals_own_model_scores_the_export_alike(run) -> None:
+    """Compare our model with `hf` on the exported folder, through lm-eval's own encoding."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval")
+    from lm_eval.models.huggingface import HFLM
+
+    folder, _ = run
+    if not (folder / "exported").exists():
+        assert export_checkpoint(Export(folder / "run", folder / "exported")) == 0
+    ours = lm_eval_class().create_from_arg_string(f"load={folder / 'run'},batch_size=4")
+    theirs = HFLM(pretrained=str(folder / "exported"), dtype="float32", device="cpu", batch_size=4)
+    pairs = [(i["context"], f" {text}") for i in ITEMS[:4] for text in i["choices"]]
+    pairs += [(i["context"], f" {i['continuation']}") for i in ITEMS[4:6]]
+    requests, texts = (
+        [SimpleNamespace(args=args) for args in each] for each in (pairs, [(i["text"],) for i in ITEMS[6:]])
+    )
+    for (a, b), (c, d) in zip(ours.loglikelihood(requests), theirs.loglikelihood(requests), strict=True):
+        assert abs(a - c) < NEAR * abs(c) and b == d
+    assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), rel=NEAR)

@@ -65,7 +65,7 @@ def test_flags_that_may_differ_between_ranks() -> None:
     """Every other one must be the same, and is compared by itself."""
     assert LOCAL_FLAGS == {
         *("log-dir", "log-interval", "tensorboard-dir", "wandb-project", "wandb-name", "preset"),
-        *("num-workers", "data-path", "data-args-path", "tokenizer"),
+        *("num-workers", "data-path", "data-args-path", "tokenizer", "tasks"),
     }
     config = replace(Config(), data=DataConfig(mock_data=True))
     datasets = mock_datasets(8, 1, 100)

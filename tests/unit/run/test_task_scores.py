@@ -43,5 +43,5 @@ def test_scores() -> None:
     assert scores["task_acc_stderr"] == {"a": 0.0, "b": 0.5} and scores["task_acc_norm_stderr"] == {"a": 0.0}
     assert scores["task_perplexity"] == {"b": pytest.approx(math.exp(1.5))}
     assert scores["task_bits_per_byte"] == pytest.approx({"c": 16 / 8 / math.log(2), "c/d": 4 / 2 / math.log(2)})
-    shifted = TaskScores(requests, [1.0, 1.8, 4.2, 3.0, 2.0, *nats[5:]], [0.0] * 10).metrics()
+    shifted = TaskScores(requests, [0.5, 1.8, 1.4, 3.0, 2.0, *nats[5:]], [0.0] * 10).metrics()
     assert shifted["task_acc"]["a"] == 0.0 and shifted["task_acc_norm"]["a"] == 0.0

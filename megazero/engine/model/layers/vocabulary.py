@@ -186,16 +186,16 @@ class _SoftmaxSums(NamedTuple):
     log_sum: torch.Tensor
     factor: torch.Tensor
 
-    @classmethod
-    def of(cls, output: Output, logits: torch.Tensor, columns: torch.Tensor) -> _SoftmaxSums:
-        """logits [C, v/tp], which are overwritten; columns [C]: labels as columns of this rank"""
-        table, tp = output.table, output.table.context.tp
-        peak, sums = table.context.kernels.loss.sums(logits, columns, table.num_rows, output.to_logits)  # [C], [2, C]
-        highest = tp.all_reduce_(peak.clone(), op=MAX)
-        factor = (peak - highest).exp_()
-        sums[0] *= factor
-        tp.all_reduce_(sums)
-        return cls(sums[0], sums[1], sums[0].log() + highest, factor)
+
+def _softmax_sums(output: Output, logits: torch.Tensor, columns: torch.Tensor) -> _SoftmaxSums:
+    """logits [C, v/tp], which are overwritten; columns [C]: labels as columns of this rank"""
+    table, tp = output.table, output.table.context.tp
+    peak, sums = table.context.kernels.loss.sums(logits, columns, table.num_rows, output.to_logits)  # [C], [2, C]
+    highest = tp.all_reduce_(peak.clone(), op=MAX)
+    factor = (peak - highest).exp_()
+    sums[0] *= factor
+    tp.all_reduce_(sums)
+    return _SoftmaxSums(sums[0], sums[1], sums[0].log() + highest, factor)
 
 
 def _chunk_losses(
@@ -207,7 +207,7 @@ def _chunk_losses(
     logits = output.products(x)  # [C, v/tp]
     allocation = table.context.tracker.allocate("logits", logits.numel() * logits.element_size())
     columns = labels - table.first_row  # [C]
-    sums = _SoftmaxSums.of(output, logits, columns)
+    sums = _softmax_sums(output, logits, columns)
     if grad is not None:
         kept = kernels.kept(sums.factor, sums.total, sums.log_sum, to_logits)
         grad.add(part, kernels.grad_(logits, columns, table.num_rows, kept, grad.scale[part], to_logits))
@@ -221,7 +221,7 @@ def _chunk_scores(output: Output, x: torch.Tensor, labels: torch.Tensor) -> torc
     logits = output.products(x)  # [C, v/tp]
     allocation = table.context.tracker.allocate("logits", logits.numel() * logits.element_size())
     likeliest = _likeliest(table, logits)
-    sums = _SoftmaxSums.of(output, logits, labels - table.first_row)
+    sums = _softmax_sums(output, logits, labels - table.first_row)
     allocation.end()
     return torch.stack([sums.log_sum - sums.picked, (likeliest == labels).to(sums.log_sum.dtype)])
 
