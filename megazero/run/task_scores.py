@@ -87,7 +87,7 @@ class TaskScorer:
         mesh, size = self.engine.mesh, self.config.training.global_batch_size
         found = torch.zeros(2, len(self.packed.requests.pairs), dtype=torch.float64)
         for first in range(0, len(self.packed), size):
-            batches = self._batches(size).batch(first)
+            batches = self._batches(min(size, len(self.packed) - first)).batch(first)
             for batch, scores in zip(batches, self.engine.score_targets(batches), strict=False):
                 for number, sample in zip(batch.samples, scores.double().cpu().unbind(1), strict=True):
                     if number != PADDING:
