@@ -16,6 +16,7 @@ SUBCOMMANDS = {
     "data_tools/preprocess_data.py": "preprocess",
     "data_tools/train_tokenizer.py": "tokenizer",
     "data_tools/peek.py": "peek",
+    "data_tools/convert_tasks.py": "tasks",
     "scripts/generate.py": "generate",
     "scripts/checkpoint.py": "checkpoint",
     "scripts/launch.sh": "launch",

@@ -12,6 +12,7 @@ from megazero.cluster import launch, scheduler
 from megazero.cluster.machine import bind_to_near_cpus, machine
 from megazero.data.corpora import Continued, Datasets, continued
 from megazero.data.remembered import data_tokenizer
+from megazero.data.task_requests import EncodedTasks, PackedRequests
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config, ModelConfig
@@ -33,10 +34,11 @@ from megazero.planner.time.devices import find_card
 from megazero.planner.time.exchange import choose_exchange
 from megazero.run import relayout
 from megazero.run.exports import guard_exports
-from megazero.run.inputs import open_data, require_data
+from megazero.run.inputs import open_data, open_tasks, require_data
 from megazero.run.resume import find_checkpoint
 from megazero.run.run_state import is_hugging_face
 from megazero.run.stopping import Clock
+from megazero.run.task_scores import pack_requests
 from megazero.world import World, launched, local_size, num_nodes
 
 
@@ -67,13 +69,14 @@ class Choice(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A stage of the run: options, layout and data, all checked. `config` is resolved."""
+    """A stage of the run: options, layout, data and tasks, all checked. `config` is resolved."""
 
     config: Config
     layout: Layout
     tokenizer: Tokenizer | None
     datasets: Datasets
     stage: DataStage
+    tasks: PackedRequests | None = None  # None without --tasks
 
 
 class Verdict(NamedTuple):
@@ -117,6 +120,7 @@ def prepare(command: Command, world: World) -> Prepared:
     require_packages(config.log)
     require_data(config)  # before the tokenizer, because a corpus may name it
     tokenizer = data_tokenizer(config)
+    tasks = open_tasks(config, tokenizer)
     ranks, stages = find_ranks(config, world, device), read_stages(config)
     most = longest(config, stages)
     added = most.values.keys() - command.given  # given too, while the layout of the longest stage is chosen
@@ -131,7 +135,7 @@ def prepare(command: Command, world: World) -> Prepared:
             f"--data-stages {config.data.data_stages}: stage {late.number}, from sample {late.first:,}, begins after "
             f"--train-iters {config.training.train_iters}"
         )
-    checked = check_stages(choice.config, stages, ranks, tokenizer)
+    checked = check_stages(choice.config, stages, ranks, tokenizer=tokenizer, tasks=tasks)
     verdict = verdict_of_rank_0(checked[0]) if world.rank == 0 else Verdict()
     if verdict.refusal and world.has_peers:  # at once, because the others may start late, or never
         log.error(f"{verdict.refusal}; this rank ends once all ranks have joined")
@@ -177,7 +181,11 @@ def choose_flags(command: Command, config: Config, ranks: Ranks, vocabulary: int
 
 
 def check_stages(
-    config: Config, stages: tuple[DataStage, ...], ranks: Ranks, tokenizer: Tokenizer | None
+    config: Config,
+    stages: tuple[DataStage, ...],
+    ranks: Ranks,
+    tokenizer: Tokenizer | None,
+    tasks: EncodedTasks | None,
 ) -> tuple[Checked, ...]:
     """Check every stage. All have the layout of the longest one."""
     vocabulary, found, begins = tokenizer.vocab_size if tokenizer else 0, list[Checked](), None
@@ -185,7 +193,9 @@ def check_stages(
     for stage in stages:
         where = f"--data-stages {config.data.data_stages}: stage {stage.number}: " if stage.number > 1 else ""
         try:
-            found.append(check_run(stage, config, ranks, tokenizer, layout=layout, begins=begins))
+            checked = check_run(stage, config, ranks, tokenizer, layout=layout, begins=begins)
+            packed = pack_requests(checked.config, tasks, ranks.device.type) if tasks is not None else None
+            found.append(checked._replace(tasks=packed))
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
         model, first = found[-1].config.model, found[0].config.model

@@ -33,6 +33,7 @@ from megazero.run.resume import find_checkpoint
 from megazero.run.run_state import RunState, is_hugging_face
 from megazero.run.same_run import run_values
 from megazero.run.stopping import Signals, Wish, Wishes
+from megazero.run.task_scores import task_words
 from megazero.run.trainer import Trainer
 from megazero.run.training_run import TrainingRun
 from megazero.world import World
@@ -112,11 +113,12 @@ def connect(prepared: Prepared) -> tuple[Mesh, list[str]]:
     Raises:
         ValueError: on every rank, if rank 0 refuses the run or the ranks' flags, code or data differ.
     """
-    (world, device, machine), (config, layout, tokenizer, datasets, _) = prepared.ranks, prepared.checked
+    (world, device, machine), (config, layout, tokenizer, datasets, _, tasks) = prepared.ranks, prepared.checked
     minutes, screen = config.parallel.distributed_timeout_minutes, []
     hosts = launch.start(world, device, minutes)
     later = [(each.stage, each.datasets) for each in prepared.stages[1:]]
-    values = functools.partial(run_values, config, datasets, tokenizer, later)
+    digest = tasks.requests.tasks.digest if tasks is not None else ""
+    values = functools.partial(run_values, config, datasets, tokenizer, stages=later, tasks=digest)
     agree(values, world, device, hosts=hosts, refused=prepared.verdict.refusal)
     if world.rank == 0:
         screen = start_report.screen(
@@ -129,6 +131,7 @@ def connect(prepared: Prepared) -> tuple[Mesh, list[str]]:
             num_ids=tokenizer.vocab_size if tokenizer else 0,
             corpus=datasets.train_tokens,
             auto=prepared.choice.report,
+            tasks=task_words(config, tasks) if tasks is not None else "",
             stages=[each.stage for each in prepared.stages],
         )
         log.info("\n".join(screen))
@@ -150,7 +153,7 @@ def take_folder(prepared: Prepared, mesh: Mesh) -> SaveLock | None:
 
 def build(prepared: Prepared, checked: Checked, mesh: Mesh, signals: Signals, clock: StartClock) -> TrainingRun:
     """Build the model of a stage, and the parts of the run around it."""
-    (world, *_), (config, _, tokenizer, datasets, stage) = prepared.ranks, checked
+    (world, *_), (config, _, tokenizer, datasets, stage, tasks) = prepared.ranks, checked
     command, hosts = prepared.choice.command, mesh.world.hosts
     patience = max(HANG_PATIENCE_SECONDS, 6 * config.monitor.hang_timeout)  # a tenth of the limit
     watchdog = Watchdog(config.monitor.hang_timeout, lambda place: failures.end_hung(world, place, hosts, patience))
@@ -161,6 +164,7 @@ def build(prepared: Prepared, checked: Checked, mesh: Mesh, signals: Signals, cl
         eod=tokenizer.eod if tokenizer and config.data.document_flags else None,
         watchdog=watchdog,
         tokenizer=tokenizer,
+        tasks=tasks,
     )
     saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer=tokenizer, watchdog=watchdog, stage=stage)
     stop_file = Path(config.log.log_dir) / "stop" if world.rank == 0 and config.log.log_dir else None

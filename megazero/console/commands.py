@@ -52,6 +52,12 @@ def _peek(words: Words) -> None:
     command(words)
 
 
+def _tasks(words: Words) -> None:
+    from data_tools.convert_tasks import command
+
+    command(words)
+
+
 def _generate(words: Words) -> None:
     from megazero.console.generate_tool import run_generate
 
@@ -87,6 +93,7 @@ COMMANDS = {
     "preprocess": Subcommand("turn text into a corpus of tokens", _preprocess),
     "tokenizer": Subcommand("train a tokenizer on text", _tokenizer),
     "peek": Subcommand("show a corpus and its documents", _peek),
+    "tasks": Subcommand("convert published data sets to items for --tasks", _tasks),
     "generate": Subcommand("generate text from a checkpoint", _generate),
     "checkpoint": Subcommand("list, verify, show, export, import, upcycle or merge checkpoints", _checkpoint),
     "launch": Subcommand("train with several processes on this machine", _launch),

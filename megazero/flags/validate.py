@@ -21,6 +21,7 @@ from megazero.flags.validate_model import check_model
 PATHS = (
     "data-path",
     "tokenizer",
+    "tasks",
     "save",
     "save-hf",
     "memory-checkpoint-dir",
@@ -66,6 +67,8 @@ NEEDS = {
     "moe-router-group-topk": "--moe-router-num-groups G",
     "profile-iterations": "--log-dir DIR",
     "sample-prompts": "--sample-interval N",
+    "task-interval": "--tasks FILE",
+    "task-limit": "--tasks FILE",
     "sample-interval": "--sample-prompts FILE",
     "wandb-project": "--log-dir DIR",
     "wandb-name": "--wandb-project PROJECT",

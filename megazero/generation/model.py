@@ -16,7 +16,7 @@ from megazero.engine.model.context_parallel.dealt import Ranges, num_tokens
 from megazero.engine.model.layers.context import DTYPES, Context, MicroBatchInfo, ResidualStream
 from megazero.engine.model.layers.weight import Weight
 from megazero.engine.model.stage import Stage, declare
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.schema import LEAST_CHUNK, ModelConfig
 from megazero.engine.step.expert_loads import Routers
 from megazero.engine.zero.shards import LocalShard
 from megazero.generation.generate import NewTokens
@@ -36,7 +36,7 @@ class InferenceModel:
         """
         self.model, self.mesh, self.dtype, self.window = model, mesh, DTYPES[precision], model.seq_length
         self.stream = ResidualStream(mesh.tp, sharded=False)
-        context = Context(self.stream, MemoryTracker(), precision, mesh.device, cp=mesh.cp)
+        context = Context(self.stream, MemoryTracker(), precision, mesh.device, cp=mesh.cp, loss_chunk=LEAST_CHUNK)
         names = declare(model, mesh.layout.tp).of_rank(mesh.layout, mesh.pp.rank)
         self.stage = Stage(model, names, context)
         shards = {}
@@ -114,6 +114,23 @@ class InferenceModel:
                 guesses = head.vocabulary.whole_logits(state[first - k - 1 : len(ids) - k - 1]).argmax(-1)
                 found[k - 1] = torch.tensor([int((guesses == whole[0, first:]).sum()), len(guesses)])
         return found
+
+    @torch.no_grad()
+    def scores(self, sequences: Sequence[list[int]]) -> list[torch.Tensor]:
+        """Return `Output.scores` of the tokens behind the first of each sequence of n, [2, n - 1].
+
+        On the last stage; nothing on the others. Computes all tokens at once, without padding, on one context-parallel
+        rank.
+        """
+        inputs = [ids[:-1] for ids in sequences]
+        lengths = [len(ids) for ids in inputs]
+        flat = torch.tensor([[token for ids in inputs for token in ids]], device=self.mesh.device)
+        labels = torch.tensor([[token for ids in sequences for token in ids[1:]]], device=self.mesh.device)
+        new, own = [NewTokens(ids, 0) for ids in inputs], [(range(length),) for length in lengths]
+        x, head = self._hidden(flat, self._tokens(new, own, KVCache(len(new), max(lengths)))), self.stage.head
+        if head is None:
+            return []
+        return list(head.vocabulary.scores(x, head.norm, labels)[:, 0].split(lengths, dim=1))
 
     def _tokens(self, new: Sequence[NewTokens], own: Sequence[Ranges], cache: KVCache) -> MicroBatchInfo:
         """own: this rank's of the new tokens"""

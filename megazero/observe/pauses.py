@@ -14,6 +14,7 @@ PAUSES = {
     "export": "exports",
     "evaluation": "evaluation",
     "samples": "text samples",
+    "tasks": "scores of tasks",
 }
 
 

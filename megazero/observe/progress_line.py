@@ -9,6 +9,7 @@ from typing import Any
 
 from megazero.engine.options.schema import Config
 from megazero.log import log
+from megazero.observe.shown_tasks import task_scores
 from megazero.units import count, duration, size
 
 RECENT = 50  # iterations whose mean time predicts the time left
@@ -44,6 +45,8 @@ class ProgressLine:
             self.bar.update(self.task, completed=i, description=left)
         if i % self.interval == 0 or i == self.last or "validation_loss" in record:
             log.info(progress_line(record, self.last, in_use=self.in_use(), left=left))
+        if words := [str(score) for score in task_scores(record) if "/" not in score.task]:
+            log.info(f"tasks after iteration {i}: {' | '.join(words)}")
 
     def close(self) -> None:
         if self.bar is not None:

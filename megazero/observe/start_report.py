@@ -63,6 +63,7 @@ def screen(
     num_ids: int = 0,
     corpus: int = 0,
     auto: str = "",
+    tasks: str = "",
     stages: Sequence[DataStage] = (WHOLE,),
 ) -> list[str]:
     """Return the lines that a run begins with.
@@ -75,6 +76,7 @@ def screen(
         num_ids: of the tokenizer; 0 without one.
         corpus: tokens of the training split; 0 with --mock-data.
         auto: the report of --layout auto.
+        tasks: the description of --tasks.
         stages: of --data-stages.
     """
     model, training = config.model, config.training
@@ -96,6 +98,7 @@ def screen(
         "plan": f"{training.train_iters:,} iterations of {training.global_batch_size:,} samples ({batch}"
         f"{padding_words(config, layout)}) of {model.seq_length:,} tokens: {count(tokens)} tokens{epochs}",
         "stages": "\n".join(_stage_words(stage, stage.over(config)) for stage in stages) if len(stages) > 1 else "",
+        "tasks": tasks,
         "options": " ".join(option_lines(asked)),
         "defaults": chosen,
         "kept": kept_lines(config),

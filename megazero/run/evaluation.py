@@ -16,6 +16,7 @@ from megazero.engine.options.schema import Config
 from megazero.engine.step.engine import Engine
 from megazero.log import log
 from megazero.observe.progress_line import Record
+from megazero.observe.shown_tasks import task_scores
 from megazero.run.stopping import Wish
 from megazero.units import duration
 
@@ -122,4 +123,5 @@ def evaluation_line(record: Record) -> str:
     parts += [f"{duration(record['eval_seconds'])}", f"{record['tokens_per_second']:,.0f} tokens/s"]
     by_corpus = record.get("loss_by_corpus", {}).items()
     corpora = [f"  {loss:.4f}  {prefix}" for prefix, loss in by_corpus]
-    return "\n".join([" | ".join(parts), *corpora])
+    tasks = [f"  {score}" for score in task_scores(record)]
+    return "\n".join([" | ".join(parts), *corpora, *tasks])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from megazero.data.corpora import Continued, Datasets, mock_datasets, open_datasets, read_data_args
+from megazero.data.task_files import read_tasks
+from megazero.data.task_requests import EncodedTasks, encode_tasks
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.options.schema import Config
 
@@ -49,3 +51,18 @@ def open_data(config: Config, tokenizer: Tokenizer | None, begins: Continued | N
         begins=begins,
         packing=data.packing,
     )
+
+
+def open_tasks(config: Config, tokenizer: Tokenizer | None) -> EncodedTasks | None:
+    """Read and encode --tasks; None without the flag.
+
+    Raises:
+        ValueError: a file cannot be used, or there is no tokenizer.
+    """
+    options = config.evaluation
+    if not options.tasks:
+        return None
+    found = read_tasks(options.tasks, options.task_limit)
+    if tokenizer is None:
+        raise ValueError(f"--tasks {' '.join(options.tasks)} needs --tokenizer, because items are text; add it")
+    return encode_tasks(found, tokenizer)

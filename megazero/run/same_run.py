@@ -15,16 +15,20 @@ from megazero.engine.options.schema import Config
 from megazero.flags.flag_names import flags, value_of
 from megazero.flags.stages import DataStage
 
-# Flags that may differ between ranks, because only rank 0 writes logs, presets are compared by their values, and data
-# and tokenizers by their content.
+# Flags that may differ between ranks, because only rank 0 writes logs, presets are compared by their values, and data,
+# tokenizers and tasks by their content.
 LOCAL_FLAGS = {
     *("log-dir", "log-interval", "tensorboard-dir", "wandb-project", "wandb-name", "preset"),
-    *("num-workers", "data-path", "data-args-path", "tokenizer"),
+    *("num-workers", "data-path", "data-args-path", "tokenizer", "tasks"),
 }
 
 
 def run_values(
-    config: Config, datasets: Datasets, tokenizer: Tokenizer | None, stages: Sequence[tuple[DataStage, Datasets]] = ()
+    config: Config,
+    datasets: Datasets,
+    tokenizer: Tokenizer | None,
+    stages: Sequence[tuple[DataStage, Datasets]] = (),
+    tasks: str = "",
 ) -> dict[str, str]:
     """Return the values to compare, by their names in messages. `config` is resolved.
 
@@ -32,6 +36,7 @@ def run_values(
 
     Args:
         stages: the second one and later ones, with their data.
+        tasks: a hash of the files of --tasks; empty without them.
     """
     values = {f"--{name}": str(value_of(config, name)) for name in flags() if name not in LOCAL_FLAGS}
     data = config.data
@@ -44,6 +49,7 @@ def run_values(
         values[f"stage {stage.number} of --data-stages"] = f"from sample {stage.first}: {stage.values}"
         values[f"the content of stage {stage.number}'s corpora"] = str(later.fingerprints())
     values["the content of --tokenizer"] = tokenizer.identity if tokenizer is not None else "none"
+    values["the content of --tasks"] = tasks or "none"
     values["megazero's code"] = code_digest(Path(megazero.__file__).parent)
     values["torch's version"] = torch.__version__
     return values

@@ -9,6 +9,7 @@ from megazero.cluster.launch import card_name
 from megazero.cluster.watchdog import Watchdog
 from megazero.data.corpora import Datasets
 from megazero.data.loader import Batches
+from megazero.data.task_requests import PackedRequests
 from megazero.data.text_bytes import bytes_per_token
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.mesh.mesh import Mesh
@@ -32,6 +33,7 @@ from megazero.planner.trace.trace import model_flops
 from megazero.run.evaluation import Evaluation, Evaluator
 from megazero.run.kernel_choices import choose_kernels, choose_matmul_backend
 from megazero.run.run_state import Progress
+from megazero.run.task_scores import TaskScorer
 from megazero.run.text_samples import TextSampler
 
 
@@ -53,6 +55,7 @@ class Trainer:
         eod: int | None,
         watchdog: Watchdog | None = None,
         tokenizer: Tokenizer | None = None,
+        tasks: PackedRequests | None = None,
     ) -> None:
         """Build the engine, and open the batches.
 
@@ -61,6 +64,7 @@ class Trainer:
             eod: the end-of-document token; None if no flag needs it.
             watchdog: reports this rank's current action, which the trainer writes to `doing`.
             tokenizer: encodes --sample-prompts and decodes the texts; None if none is known.
+            tasks: the requests of --tasks.
         """
         self.mesh, self.datasets, self.leads = mesh, datasets, mesh.rank == 0
         self.watchdog = watchdog or Watchdog(0, lambda place: None)
@@ -79,6 +83,7 @@ class Trainer:
         told = tokenizer if self.leads and config.log.log_dir and config.trains else None
         self.bytes_per_token = bytes_per_token(datasets, told) if told is not None else None
         self.sampler = TextSampler(config, self.engine, tokenizer) if samples else None
+        self.tasks = TaskScorer(self.config, self.engine, tasks) if tasks is not None else None
 
         def batches(dataset: Any, num_workers: int, sizes: BatchSizes) -> Batches:
             return Batches(
@@ -110,7 +115,7 @@ class Trainer:
         return interval > 0 and self.progress.iteration % interval == 0
 
     def iterate(self) -> Record:
-        """Run one training step, and an evaluation and text samples if they are due."""
+        """Run one training step, and an evaluation, text samples and scores of tasks if they are due."""
         config, mesh, progress = self.config, self.mesh, self.progress
         self.profiler.begin(progress.iteration + 1)
         size = config.batch_sizes.at(progress.consumed_samples)
@@ -148,6 +153,10 @@ class Trainer:
             self.watchdog.doing = f"sampling texts after iteration {progress.iteration}"
             with self.pauses.of("samples"):
                 record["samples"] = self.sampler.run()
+        if self.tasks is not None and (self.due(self.tasks.interval) or self.due(config.training.train_iters)):
+            self.watchdog.doing = f"scoring tasks after iteration {progress.iteration}"
+            with self.pauses.of("tasks"):
+                record |= self.tasks.run().metrics()
         return record | self.pauses.take() | {"at": time.time()}
 
     def skip_samples(self) -> None:

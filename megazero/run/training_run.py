@@ -13,6 +13,7 @@ from megazero.log import log
 from megazero.observe.events import RunEvents
 from megazero.observe.loggers import Writers, open_writers
 from megazero.observe.memory_report import device_in_use
+from megazero.observe.progress_line import Record
 from megazero.observe.report.runs import DONE
 from megazero.observe.start_clock import StartClock
 from megazero.run.checkpoints import CheckpointLoader
@@ -144,7 +145,7 @@ class TrainingRun:
                 self.exports.finish(all_ranks=True)
 
     def evaluate(self) -> Wish | None:
-        """Evaluate the weights of --load on --eval-split; returns the request that stopped it earlier."""
+        """Evaluate the weights of --load on --eval-split and --tasks; returns the request that stopped it earlier."""
         trainer, evaluator = self.trainer, self.trainer.evaluator
         loaded, trainer.progress = self.loader.resume()
         self.describe(loaded)
@@ -156,6 +157,7 @@ class TrainingRun:
             if isinstance(found, Evaluation):
                 progress, seconds = trainer.progress, time.perf_counter() - start
                 record = evaluator.record(found, progress.iteration, progress.consumed_samples, seconds)
+                record |= self._score_tasks()
                 writers.write(record)
         finally:
             writers.close()
@@ -165,6 +167,15 @@ class TrainingRun:
             return found.stop
         log.info(evaluation_line(record))
         return None
+
+    def _score_tasks(self) -> Record:
+        """Score --tasks of a checkpoint, and write the result of every item to --log-dir."""
+        if self.trainer.tasks is None:
+            return {}
+        found, folder = self.trainer.tasks.run(), self.config.log.log_dir
+        if self.trainer.leads and folder:
+            found.write(Path(folder) / "tasks.jsonl")
+        return found.metrics()
 
     def _open_writers(self, events: RunEvents) -> Writers:
         if not self.trainer.leads:

@@ -80,6 +80,11 @@ class Head(Layer):
             return self.depths.losses(x, batch)
         return self.vocabulary.loss(x, self.norm, batch.labels, batch.loss_mask, batch.seed)
 
+    def scores(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
+        """x [T', h] -> `Output.scores` of the labels, flat, [2 b s]."""
+        assert x is not None
+        return self.vocabulary.scores(x, self.norm, batch.labels).flatten()
+
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> [.., v/tp], without a gradient."""
         return self.vocabulary.logits(self.norm(x))

@@ -72,7 +72,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Loss of data that is not trained on: during training, or of a checkpoint alone."""
+    """Loss of data that is not trained on, and scores of tasks: during training, or of a checkpoint alone."""
 
     eval_interval: Iterations = 0
     """Iterations between evaluations. 0: never."""
@@ -83,6 +83,13 @@ class EvaluationConfig:
     --log-dir, metrics.jsonl gets a line."""
     eval_split: Literal["train", "validation", "test"] = "validation"
     """--eval-only: the split to evaluate."""
+    tasks: tuple[str, ...] = ()
+    """Files of tasks in JSON lines (docs/tasks.md): multiple choice, cloze, bits per byte of texts. They are scored
+    every --task-interval and after the last iteration, or of the checkpoint with --eval-only. Needs a tokenizer."""
+    task_interval: Iterations = 0
+    """Iterations between scores of --tasks. 0: the least number in which they take at most 2 % of the time."""
+    task_limit: Iterations = 0
+    """Items of each task to score, the first ones of its file. 0: all."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megazero.engine.model.layers.context import Context, DeviceBatch
 from megazero.engine.model.stage import Stage, block_numbers, declare
 from megazero.engine.optim.step import StepParams
 from megazero.engine.options.batch_sizes import micro_batches
-from megazero.engine.options.schema import Config
+from megazero.engine.options.schema import Config, DataConfig
 from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
@@ -317,11 +317,31 @@ class Engine:
         self._run(self.program(EVALUATION, 1), uploaded, head=head)
         return found[0] if found else None
 
-    def _upload(self, batches: Sequence[MicroBatch], training: bool) -> Uploaded:
+    @torch.no_grad()
+    def score_targets(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Return [2, b, s] for each micro-batch on the last stage, see `Output.scores`; nothing on other stages.
+
+        Attention stays within the documents of a micro-batch and positions restart, even if no flag asks for it.
+        """
+        data = replace(self.config.data, reset_attention_mask=True, reset_position_ids=True)
+        uploaded, head = self._upload(batches, training=False, data=data), self.model.head
+        found = self._run(self.program(EVALUATION, len(batches)), uploaded, head=head.scores if head else None)
+        own = [found[i].view(2, *each.ids.shape) for i, each in enumerate(uploaded.micro_batches) if found]
+        return [self._whole_samples(x, each) for x, each in zip(own, uploaded.micro_batches, strict=False)]
+
+    def _whole_samples(self, own: torch.Tensor, micro_batch: DeviceBatch) -> torch.Tensor:
+        """own [.., b, t]: values of this context-parallel rank's tokens -> of all tokens, [.., b, s]."""
+        dealt = micro_batch.tokens.dealt
+        if dealt is None:
+            return own
+        whole = own.new_zeros(*own.shape[:-1], dealt.length)
+        return self.mesh.cp.all_reduce_(whole.scatter_(-1, dealt.indices.expand_as(own), own))
+
+    def _upload(self, batches: Sequence[MicroBatch], training: bool, data: DataConfig | None = None) -> Uploaded:
         return upload_step(
             batches,
             stream=self.model.stream,
-            data=self.config.data,
+            data=data or self.config.data,
             device=self.mesh.device,
             dealer=self.dealer,
             training=training,

@@ -165,7 +165,7 @@ class Interpreter:
 
         Args:
             seed_gradient: d objective / d loss, of every sample: a scalar in fp64. None: an evaluation.
-            head: replaces the model's head in an evaluation; returns [b] in fp64 in place of the losses.
+            head: replaces the model's head in an evaluation; returns a vector in place of the losses.
 
         Returns:
             Micro-batch -> the loss of each of its samples, [b] in fp64; empty on all stages but the last.

@@ -61,6 +61,10 @@ CHARTS = (
     Chart("Loss of modules that predict further ahead", by="mtp_losses", log=True, loss=True),
     Chart("Training loss by corpus", by="loss_by_corpus", log=True, loss=True),
     Chart("Validation loss by corpus", by="validation_loss_by_corpus", log=True, loss=True),
+    Chart("Accuracy in tasks", by="task_acc", exact=True),
+    Chart("Accuracy in tasks, options by their nats per byte", by="task_acc_norm", exact=True),
+    Chart("Perplexity of continuations", by="task_perplexity", log=True, exact=True),
+    Chart("Bits per byte of texts", by="task_bits_per_byte", exact=True),
     Chart("Gradient norm, before clipping", (Line("", "grad_norm"),), log=True),
     Chart("Update over weight, of the layer with the largest", (Line("", "layer_update_ratio"),), log=True, exact=True),
     Chart("Largest activation", (Line("", "layer_max_activation"),), log=True, exact=True),
@@ -146,7 +150,7 @@ def _lines(chart: Chart, run: Run) -> Iterator[Line]:
     yield from chart.lines
     names = keys_of(run, chart.by)[:MAX_LINES] if chart.by else []
     for name, label in zip(names, short_names(names), strict=True):
-        yield Line(label, f"{chart.by}/{name}", points=chart.by.startswith("validation"))
+        yield Line(label, f"{chart.by}/{name}", points=chart.by.startswith(("validation", "task")))
 
 
 def short_names(names: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ from megazero.observe.report.curves import chart_data, start_text
 from megazero.observe.report.heat_map import MOST_COLUMNS, HeatMap, heat_map, logarithmic_limits
 from megazero.observe.report.lost_time import KEPT, goodput, spent
 from megazero.observe.report.runs import METRICS, Run, curve, keys_of, read_run, smooth
+from megazero.observe.shown_tasks import task_scores
 from megazero.units import count, duration, ranges, size, things
 
 REPORT = "report.html"
@@ -164,6 +165,8 @@ def cards(run: Run) -> list[tuple[str, str]]:
         best = int(validation.y.argmin())
         if best < len(validation.y) - 1:
             found.append(("its least", f"{validation.y[best]:.4f} at iteration {validation.x[best]:,.0f}"))
+    scored = next((record for record in reversed(run.records) if task_scores(record)), {})
+    found += [(f"{score.task}, {score.name}", score.value) for score in task_scores(scored)]
     found.append(("tokens", count(round(float(tokens[-1])))))
     found.append(("training time, without evaluation and saving", duration(float(hours[-1]) * 3600)))
     for name, key, form in MEDIANS:

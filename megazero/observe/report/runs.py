@@ -20,7 +20,14 @@ METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 DONE = "done"  # why a run ended with its last iteration
 MAX_BYTES = 128 << 20  # of metrics.jsonl; of a longer file, every n-th iteration is read
 # keys of iterations that are read in any case
-ALWAYS_READ = b'"validation_loss"', b'"samples"', b'"pause_seconds"', b'"moe_choices"'
+ALWAYS_READ = (
+    b'"validation_loss"',
+    b'"task_acc"',
+    b'"task_bits_per_byte"',
+    b'"samples"',
+    b'"pause_seconds"',
+    b'"moe_choices"',
+)
 SHARED = "memory_bytes", "traffic_bytes"  # keys whose values are mostly those of the record before: kept once
 POINTS = 600  # of a drawn curve: about one per pixel
 

@@ -180,6 +180,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "num_ids": 257,
         "corpus": As("Trainer.datasets.train_tokens"),
         "auto": "",
+        "tasks": "",
         "stages": [WHOLE],
     },
     "details": {
@@ -198,6 +199,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "eod": 256,
         "watchdog": Kind("Watchdog"),
         "tokenizer": As("open_data.tokenizer"),
+        "tasks": None,
     },
     "Wishes": {"signals": Kind("Signals"), "clock": Kind("Clock"), "stop_file": As("TrainingRun.wishes.stop_file")},
     "TrainingRun": {
@@ -400,7 +402,7 @@ GENERATED: dict[str, Call] = {
         "selective": False,
         "products": TORCH,
         "kernels": EAGER,
-        "loss_chunk": 0,
+        "loss_chunk": 512,
         "recomputed": frozenset(),
         "ep": Kind("_HAS_DEFAULT_FACTORY_CLASS"),  # each rank has all experts
         "expert_tp": None,

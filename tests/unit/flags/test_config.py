@@ -67,7 +67,8 @@ COMING: set[str] = set()
 # 179: --packing.
 # 181: --decay-from and --decay-iters.
 # 188: --activation, --stats-interval.
-NUM_OPTIONS = 188
+# 191: --tasks, --task-interval and --task-limit.
+NUM_OPTIONS = 191
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {
@@ -652,6 +653,8 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"eval_split": "test"}, 1, 9, "--eval-split test needs --eval-only; add it"),
     ({"wandb_project": "gpt"}, 1, 9, "--wandb-project gpt needs --log-dir DIR"),
     ({"sample_prompts": "p"}, 1, 9, "--sample-prompts p needs --sample-interval N"),
+    ({"task_interval": 5}, 1, 9, "--task-interval 5 needs --tasks FILE; add it, or drop --task-interval"),
+    ({"task_limit": 5}, 1, 9, "--task-limit 5 needs --tasks FILE"),
     ({"sample_interval": 5}, 1, 9, "--sample-interval 5 needs --sample-prompts FILE"),
     ({"wandb_project": "a/b", "log_dir": "l"}, 1, 9, "--wandb-project a/b: Weights & Biases allows .* use another"),
     ({"wandb_project": "n" * 129, "log_dir": "l"}, 1, 9, "--wandb-project n+.*: Weights & Biases allows"),

@@ -65,7 +65,7 @@ def test_flags_that_may_differ_between_ranks() -> None:
     """Every other one must be the same, and is compared by itself."""
     assert LOCAL_FLAGS == {
         *("log-dir", "log-interval", "tensorboard-dir", "wandb-project", "wandb-name", "preset"),
-        *("num-workers", "data-path", "data-args-path", "tokenizer"),
+        *("num-workers", "data-path", "data-args-path", "tokenizer", "tasks"),
     }
     config = replace(Config(), data=DataConfig(mock_data=True))
     datasets = mock_datasets(8, 1, 100)
@@ -96,6 +96,7 @@ def test_what_ranks_compare_besides_flags(tmp_path: Path, monkeypatch: pytest.Mo
         "the weight of --data-path's corpus 2": "2",
         "the content of --data-path's corpus 2": "second:-",
         "the content of --tokenizer": "what it does",
+        "the content of --tasks": "none",
         "torch's version": torch.__version__,
     }
     assert len(code) == 12 and int(code, 16) >= 0

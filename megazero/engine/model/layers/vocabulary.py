@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from megazero.engine.kernels.eager import LogitMap, wide
-from megazero.engine.mesh.collectives import MAX, AsyncTensor
+from megazero.engine.mesh.collectives import MAX, MIN, AsyncTensor
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.norm import Norm
 from megazero.engine.model.layers.weight import GradWriter, Weight, handle_of
@@ -99,6 +99,16 @@ class Output(NamedTuple):
             seed = None
         return _VocabularyLoss.apply(x, norm, self, labels, weights, seed, handle_of(norm, self))
 
+    def scores(self, x: torch.Tensor, norm: Norm, labels: torch.Tensor) -> torch.Tensor:
+        """x [T', h], labels [b, s] int64 -> [2, b, s]: cross-entropies in nats; 1 where labels are likeliest, else 0.
+
+        In fp32 or wider, the same on all of tp. Of equally likely tokens the first counts. Has no gradient.
+        """
+        normed, *_ = norm.normalise(x)
+        whole, flat = self.table.context.stream.start_unshard(normed).wait(), labels.flatten()
+        found = [_chunk_scores(self, whole[part], flat[part]) for part in self.chunks(len(whole))]
+        return torch.cat(found, 1).view(2, *labels.shape)
+
     def chunks(self, num_tokens: int) -> list[slice]:
         """Return the tokens whose logits are in memory together: --loss-chunk-tokens."""
         each = self.table.context.loss_chunk or num_tokens
@@ -161,26 +171,69 @@ class _VocabularyLoss(torch.autograd.Function):
         return *(ctx.saved_tensors or (None,)), *(None,) * 6
 
 
+class _SoftmaxSums(NamedTuple):
+    """Sums over the whole vocabulary for C tokens, in fp32 or wider.
+
+    Attributes:
+        total: of the exponentials, relative to the maximum, [C].
+        picked: the labels' logits, [C].
+        log_sum: the log of the sum of the exponentials, [C].
+        factor: from exponentials relative to this rank's maximum to those relative to the maximum, [C].
+    """
+
+    total: torch.Tensor
+    picked: torch.Tensor
+    log_sum: torch.Tensor
+    factor: torch.Tensor
+
+
+def _softmax_sums(output: Output, logits: torch.Tensor, columns: torch.Tensor) -> _SoftmaxSums:
+    """logits [C, v/tp], which are overwritten; columns [C]: labels as columns of this rank"""
+    table, tp = output.table, output.table.context.tp
+    peak, sums = table.context.kernels.loss.sums(logits, columns, table.num_rows, output.to_logits)  # [C], [2, C]
+    highest = tp.all_reduce_(peak.clone(), op=MAX)
+    factor = (peak - highest).exp_()
+    sums[0] *= factor
+    tp.all_reduce_(sums)
+    return _SoftmaxSums(sums[0], sums[1], sums[0].log() + highest, factor)
+
+
 def _chunk_losses(
     output: Output, x: torch.Tensor, labels: torch.Tensor, part: slice, grad: _ChunkGradients | None
 ) -> torch.Tensor:
     """x [C, h], labels [C]: tokens `part` -> their losses, [C] in fp32 or wider; `grad` takes their gradients."""
     table, to_logits = output.table, output.to_logits
-    tp, kernels = table.context.tp, table.context.kernels.loss
+    kernels = table.context.kernels.loss
     logits = output.products(x)  # [C, v/tp]
     allocation = table.context.tracker.allocate("logits", logits.numel() * logits.element_size())
     columns = labels - table.first_row  # [C]
-    peak, sums = kernels.sums(logits, columns, table.num_rows, to_logits)  # [C], [2, C]
-    highest = tp.all_reduce_(peak.clone(), op=MAX)
-    factor = (peak - highest).exp_()
-    sums[0] *= factor
-    tp.all_reduce_(sums)
-    log_sum = sums[0].log() + highest
+    sums = _softmax_sums(output, logits, columns)
     if grad is not None:
-        kept = kernels.kept(factor, sums[0], log_sum, to_logits)
+        kept = kernels.kept(sums.factor, sums.total, sums.log_sum, to_logits)
         grad.add(part, kernels.grad_(logits, columns, table.num_rows, kept, grad.scale[part], to_logits))
     allocation.end()
-    return log_sum - sums[1]
+    return sums.log_sum - sums.picked
+
+
+def _chunk_scores(output: Output, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """x [C, h], labels [C] -> [2, C], see `Output.scores`."""
+    table = output.table
+    logits = output.products(x)  # [C, v/tp]
+    allocation = table.context.tracker.allocate("logits", logits.numel() * logits.element_size())
+    likeliest = _likeliest(table, logits)
+    sums = _softmax_sums(output, logits, labels - table.first_row)
+    allocation.end()
+    return torch.stack([sums.log_sum - sums.picked, (likeliest == labels).to(sums.log_sum.dtype)])
+
+
+def _likeliest(table: VocabularyTable, logits: torch.Tensor) -> torch.Tensor:
+    """logits [C, v/tp] -> the first of the likeliest tokens of the whole vocabulary, [C] int64."""
+    tp = table.context.tp
+    logits[:, table.num_rows :] = -torch.inf  # padding
+    peak, columns = logits.max(-1)
+    highest = tp.all_reduce_(peak.to(wide(peak), copy=True), op=MAX)
+    mine = peak.to(highest.dtype) == highest
+    return tp.all_reduce_(torch.where(mine, columns + table.first_row, table.vocab_size), op=MIN)
 
 
 class _ChunkGradients:

@@ -216,6 +216,7 @@ SEEN = {
     "layout": "unit/planner/test_choose.py",
     "elastic": "unit/run/test_relayout.py",
     "rehearse": "unit/command/test_rehearsal.py",
+    **dict.fromkeys(("tasks", "task-interval", "task-limit"), "end_to_end/test_task_runs.py"),
     "sample-prompts": "parallel/test_samples.py",
     "sample-interval": "parallel/test_samples.py",
 }

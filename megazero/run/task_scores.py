@@ -1,0 +1,206 @@
+"""Scores of tasks during a run or of a checkpoint: --tasks, docs/tasks.md.
+
+Shapes: s sequence, R requests.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megazero.data.loader import Batches
+from megazero.data.task_files import ChoiceItem, ClozeItem, Item, TextItem
+from megazero.data.task_requests import NO_REQUEST, EncodedTasks, PackedRequests, TaskRequests
+from megazero.engine.options.batch_sizes import PADDING, BatchSizes
+from megazero.engine.options.schema import Config
+from megazero.engine.step.engine import Engine
+from megazero.files import explain, replace_file
+from megazero.flags.validate import check_device
+from megazero.observe.progress_line import Record
+from megazero.units import things
+
+COST_SHARE = 50  # an iteration of training per share of an iteration: 1 / 50 of the time
+STEP_FORWARDS = 3  # a step takes as long as this many forwards
+
+
+def pack_requests(config: Config, tasks: EncodedTasks, device_type: str) -> PackedRequests:
+    """Return the samples of --tasks for a resolved run.
+
+    Raises:
+        ValueError: an item does not fit in a sample.
+    """
+    apart = replace(config.data, reset_attention_mask=True, reset_position_ids=True)
+    try:
+        check_device(replace(config, data=apart), device_type)
+        packs = True
+    except ValueError:  # the device has no kernel that keeps the requests of a sample apart
+        packs = False
+    length = config.model.seq_length
+    return PackedRequests(tasks.requests(length), length, packs)
+
+
+def task_interval(config: Config, num_samples: int) -> int:
+    """Return --task-interval, or the least in which the forwards take at most 2 % of the time of training."""
+    chosen = -(-COST_SHARE * num_samples // (STEP_FORWARDS * config.training.global_batch_size))
+    return config.evaluation.task_interval or chosen
+
+
+def task_words(config: Config, packed: PackedRequests) -> str:
+    """Describe --tasks for the start screen."""
+    counts, samples = packed.requests.tasks.counts, len(packed)
+    items = ", ".join(f"{task} {count:,}" for task, count in counts.items())
+    text = f"{items}: {things(len(packed.requests.pairs), 'request')} in {things(samples, 'sample')}"
+    if not config.trains:
+        return text
+    interval, last = task_interval(config, samples), config.training.train_iters
+    share = samples / STEP_FORWARDS / config.training.global_batch_size / interval
+    if interval >= last:
+        return f"{text}; scored after the last iteration"
+    return f"{text}; scored every {things(interval, 'iteration')} and after the last, {share:.1%} of the time"
+
+
+class TaskScorer:
+    """Scores the tasks of a run; all ranks call it together."""
+
+    def __init__(self, config: Config, engine: Engine, packed: PackedRequests) -> None:
+        self.config, self.engine, self.packed = config, engine, packed
+        self.interval = task_interval(config, len(packed))
+
+    def run(self) -> TaskScores:
+        """Score all requests; the result is the same on all ranks."""
+        return TaskScores(self.packed.requests, *self.request_scores())
+
+    def request_scores(self) -> tuple[list[float], list[float]]:
+        """Return each request's negative log-likelihood, and how many of its tokens are not the likeliest.
+
+        Shapes: [R]. The same on all ranks.
+        """
+        mesh, size = self.engine.mesh, self.config.training.global_batch_size
+        found = torch.zeros(2, len(self.packed.requests.pairs), dtype=torch.float64)
+        for first in range(0, len(self.packed), size):
+            batches = self._batches(min(size, len(self.packed) - first)).batch(first)
+            for batch, scores in zip(batches, self.engine.score_targets(batches), strict=False):
+                for number, sample in zip(batch.samples, scores.double().cpu().unbind(1), strict=True):
+                    if number != PADDING:
+                        self._add(found, number, sample)
+        # Each request is on one replica, whose tensor- and context-parallel ranks have the same sums.
+        summed = mesh.control_sum(found.view(-1).to(mesh.device), mesh.dp, mesh.pp).view_as(found).cpu()
+        return summed[0].tolist(), summed[1].tolist()
+
+    def _add(self, found: torch.Tensor, number: int, sample: torch.Tensor) -> None:
+        """Add the targets of a sample, [2, s] of `Engine.score_targets`, to the requests in `found`, [2, R]."""
+        owners = torch.from_numpy(self.packed.owners(number))
+        wanted = owners != NO_REQUEST
+        nats, likeliest = sample[:, wanted]
+        found.index_add_(1, owners[wanted], torch.stack([nats, 1 - likeliest]))
+
+    def _batches(self, samples: int) -> Batches:
+        """Return this rank's micro-batches of a global batch of `samples`."""
+        config, dp = self.config, self.engine.mesh.dp
+        return Batches(
+            dataset=self.packed,
+            seq_length=config.model.seq_length,
+            sizes=BatchSizes(samples),
+            micro_batch_size=config.training.micro_batch_size,
+            dp_rank=dp.rank,
+            dp_size=dp.size,
+        )
+
+
+class TaskScores(NamedTuple):
+    """Results of `TaskScorer.request_scores`."""
+
+    requests: TaskRequests
+    nats: list[float]
+    missed: list[float]
+
+    def results(self) -> Iterator[ItemResult]:
+        """Yield the result of every item, in order."""
+        for item, (first, stop) in zip(self.requests.tasks.items, pairwise(self.requests.firsts), strict=True):
+            nats, greedy = self.nats[first:stop], [not count for count in self.missed[first:stop]]
+            if isinstance(item, TextItem):
+                nats, greedy = [sum(nats)], [all(greedy)]
+            yield ItemResult(item, nats, greedy)
+
+    def metrics(self) -> Record:
+        """Return the scores of all tasks by key of metrics.jsonl, see docs/metrics.md."""
+        right, normed = defaultdict[str, list[bool]](list), defaultdict[str, list[bool]](list)
+        cloze, texts = defaultdict[str, list[float]](list), defaultdict[str, list[tuple[float, int]]](list)
+        for item, nats, greedy in self.results():
+            match item:
+                case ChoiceItem():
+                    losses, sizes = np.array(nats), [len(choice.encode()) for choice in item.choices]
+                    right[item.task].append(int(losses.argmin()) == item.answer)
+                    normed[item.task].append(int((losses / sizes).argmin()) == item.answer)
+                case ClozeItem():
+                    right[item.task] += greedy
+                    cloze[item.task] += nats
+                case TextItem():
+                    for name in filter(None, (item.task, item.domain and f"{item.task}/{item.domain}")):
+                        texts[name].append((nats[0], len(item.text.encode())))
+        found: Record = {
+            "task_acc": {task: _mean(values) for task, values in right.items()},
+            "task_acc_stderr": _standard_errors(right),
+            "task_acc_norm": {task: _mean(values) for task, values in normed.items()},
+            "task_acc_norm_stderr": _standard_errors(normed),
+            "task_perplexity": {task: _exp(_mean(values)) for task, values in cloze.items()},
+            "task_bits_per_byte": {name: _bits_per_byte(values) for name, values in texts.items()},
+        }
+        return {key: scores for key, scores in found.items() if scores}
+
+    def write(self, path: Path) -> None:
+        """Write the result of every item as a line of JSON, see docs/tasks.md.
+
+        Raises:
+            ValueError: the file cannot be written.
+        """
+        lines = [
+            json.dumps({"task": item.task, "log_likelihoods": [-x for x in nats], "greedy": greedy})
+            for item, nats, greedy in self.results()
+        ]
+        try:
+            replace_file(path, "".join(line + "\n" for line in lines))
+        except OSError as error:
+            raise ValueError(f"--log-dir {path.parent}: {explain(error)}") from None
+
+
+class ItemResult(NamedTuple):
+    """Negative log-likelihoods of an item's continuations, and whether each is the model's likeliest.
+
+    A text has the sum of its windows.
+    """
+
+    item: Item
+    nats: list[float]
+    greedy: list[bool]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _standard_errors(values: Mapping[str, Sequence[bool]]) -> dict[str, float]:
+    """Return the standard errors of shares, of tasks with several items."""
+    shares = {task: (_mean(each), len(each)) for task, each in values.items() if len(each) > 1}
+    return {task: math.sqrt(share * (1 - share) / (count - 1)) for task, (share, count) in shares.items()}
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
+
+
+def _bits_per_byte(texts: Sequence[tuple[float, int]]) -> float:
+    """texts: nats and bytes of each"""
+    return sum(nats for nats, _ in texts) / math.log(2) / sum(size for _, size in texts)

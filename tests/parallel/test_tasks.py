@@ -1,0 +1,94 @@
+"""Log-likelihoods of requests are those of plain PyTorch, in every layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megazero.data.task_files import read_tasks
+from megazero.data.task_requests import PackedRequests, Pair, TaskRequests, encode_tasks
+from megazero.data.tokenizer import load_tokenizer
+from megazero.run.task_scores import TaskScorer
+from tests import reference
+from tests.helpers.rings import by_default
+from tests.parallel.cases import MODEL, Case, new_engine
+
+# The byte tokenizer's vocabulary, and weights that make other logits in every place.
+BYTES = replace(MODEL, vocab_size=257, num_layers=4, init_method_std=0.3)
+LLAMA = replace(BYTES, architecture="llama", num_query_groups=2)
+EXPERTS = replace(LLAMA, num_experts=4, moe_ffn_hidden_size=24)
+MULTIPLE = replace(BYTES, mtp_num_layers=1)
+ITEMS = [
+    {"kind": "choice", "task": "a", "context": "To be", "choices": ["or", "not to", "be", "x"], "answer": 1},
+    {"kind": "choice", "task": "a", "context": "", "choices": ["1", "22"], "answer": 0, "delimiter": ""},
+    {"kind": "text", "task": "c", "text": "It is a text of more than three windows.", "domain": "d"},
+    {"kind": "text", "task": "c", "text": "Straße"},
+    *({"kind": "cloze", "task": "b", "context": "x" * n, "continuation": "y" * (1 + n % 3)} for n in range(13)),
+]
+COUNT = 4 + 2 + 4 + 1 + 13
+
+
+class Expected(NamedTuple):
+    requests: TaskRequests
+    nats: list[float]
+    missed: list[float]
+
+
+def expected(case: Case, path: Path) -> Expected:
+    """Compute every request by a forward of its own. Of the last six, the continuation is the model's likeliest."""
+    path.write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
+    requests = encode_tasks(read_tasks([str(path)]), load_tokenizer("byte")).requests(BYTES.seq_length)
+    config, pairs, nats, missed = case.config(), list(requests.pairs), [], []
+    weights = reference.initial_weights(config)
+    for number, (context, continuation) in enumerate(pairs):
+        likeliest, ids = number >= COUNT - 6, [*context, *continuation]
+        for at in range(len(context), len(ids)):
+            with torch.no_grad():
+                logits = reference.forward(config, weights, torch.tensor([ids[:at]]))[0, -1]
+            if likeliest:
+                ids[at] = int(logits.argmax())
+            nats.append(-float(logits.log_softmax(-1)[ids[at]]))
+            missed.append(float(logits.argmax() != ids[at]))
+        pairs[number] = Pair(context, ids[len(context) :])
+        tokens = len(continuation)
+        nats[-tokens:], missed[-tokens:] = [sum(nats[-tokens:])], [sum(missed[-tokens:])]
+    assert len(nats) == COUNT and missed[-6:] == [0.0] * 6 and all(missed[:-6])
+    return Expected(requests._replace(pairs=tuple(pairs)), nats, missed)
+
+
+def scored(rank: int, case: Case, requests: TaskRequests, packs: bool) -> tuple[list[float], list[float]]:
+    packed = PackedRequests(requests, case.model.seq_length, packs)
+    return TaskScorer(case.config(), new_engine(rank, case), packed).request_scores()
+
+
+@pytest.mark.parametrize(
+    ("case", "packs"),
+    by_default(
+        [
+            (Case(model=BYTES, precision="fp64", loss_chunk=3), True),
+            (Case(dp=2, zero=3, model=BYTES, precision="fp64", batch=3, micro_batch_size=1), True),  # unequal
+            (Case(tp=2, model=BYTES, precision="fp64", loss_chunk=5), True),
+            (Case(cp=2, batch=4, model=BYTES, precision="fp64"), True),
+            (Case(pp=2, model=LLAMA, precision="fp64"), True),
+            (Case(pp=2, dp=2, zero=1, model=LLAMA, precision="fp64", batch=5, micro_batch_size=1), True),
+            (Case(model=BYTES, precision="fp64"), False),
+            (Case(tp=2, cp=2, sp=True, zero=3, exchange="ring", model=LLAMA, precision="fp64"), True),
+            (Case(pp=2, schedule="zero-bubble-v", chunks=2, recompute="full", model=BYTES, precision="fp64"), True),
+            (Case(dp=2, ep=2, zero=3, model=EXPERTS, precision="fp64"), True),
+            (Case(pp=2, cp=2, ep=2, batch=4, recompute="full", model=EXPERTS, precision="fp64"), True),
+            (Case(tp=2, model=MULTIPLE, precision="fp64"), True),
+        ],
+        *(1, 2, 3, 4),
+    ),
+    ids=str,
+)
+def test_every_layout_scores_every_request(case: Case, packs: bool, ranks, tmp_path: Path) -> None:
+    wanted = expected(case, tmp_path / "items.jsonl")
+    for nats, missed in ranks(case.world).run(scored, case, wanted.requests, packs):
+        assert len(nats) == COUNT and max(abs(a - b) for a, b in zip(nats, wanted.nats, strict=True)) < 1e-10
+        assert missed == wanted.missed

@@ -1,0 +1,47 @@
+"""The interval of --tasks, and the scores of results."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megazero.data.task_files import ChoiceItem, ClozeItem, TaskItems, TextItem
+from megazero.data.task_requests import Pair, TaskRequests
+from megazero.engine.options.schema import Config, EvaluationConfig, TrainingConfig
+from megazero.run.task_scores import TaskScores, task_interval
+from tests.helpers.table import for_each
+
+
+@for_each("samples, batch", [(1, 1), (1, 512), (3, 8), (24, 8), (1000, 96)])
+def test_the_default_interval_is_the_least_that_costs_two_percent(samples: int, batch: int) -> None:
+    config = replace(Config(), training=TrainingConfig(global_batch_size=batch))
+    found = task_interval(config, samples)
+    cost = samples / 3 / batch  # of a step: a forward is a third of it
+    assert cost / found <= 0.02 * (1 + 1e-12) and (found == 1 or cost / (found - 1) > 0.02)
+    assert task_interval(replace(config, evaluation=EvaluationConfig(task_interval=7)), samples) == 7
+
+
+def test_scores() -> None:
+    """The first of equal options is chosen; bytes, not characters, divide; the last option counts."""
+    items = (
+        ChoiceItem(task="a", context="", choices=("é", "ab", "abcd"), answer=2),
+        ChoiceItem(task="a", context="", choices=("x", "y"), answer=0),
+        ClozeItem(task="b", context="", continuation="x"),
+        ClozeItem(task="b", context="", continuation="y"),
+        TextItem(task="c", text="é", domain="d"),
+        TextItem(task="c", text="abcdef"),
+    )
+    pair = Pair([0], [0])
+    requests = TaskRequests(TaskItems(items, ("",) * 6, ""), (pair,) * 10, (0, 3, 5, 6, 7, 8, 10))
+    nats = [1.5, 3.0, 1.4, 2.0, 2.0, 1.0, 2.0, 4.0, 5.0, 7.0]
+    found = TaskScores(requests, nats, [0, 0, 0, 0, 0, 0, 2, 1, 0, 0])
+    assert [result.greedy for result in found.results()][2:] == [[True], [False], [False], [True]]
+    scores = found.metrics()
+    assert scores["task_acc"] == {"a": 1.0, "b": 0.5} and scores["task_acc_norm"] == {"a": 1.0}
+    assert scores["task_acc_stderr"] == {"a": 0.0, "b": 0.5} and scores["task_acc_norm_stderr"] == {"a": 0.0}
+    assert scores["task_perplexity"] == {"b": pytest.approx(math.exp(1.5))}
+    assert scores["task_bits_per_byte"] == pytest.approx({"c": 16 / 8 / math.log(2), "c/d": 4 / 2 / math.log(2)})
+    shifted = TaskScores(requests, [0.5, 1.8, 1.4, 3.0, 2.0, *nats[5:]], [0.0] * 10).metrics()
+    assert shifted["task_acc"]["a"] == 0.0 and shifted["task_acc_norm"]["a"] == 0.0
