@@ -85,7 +85,7 @@ class UnitWeights:
     def release(self) -> None:
         """Stage 3: free the part of the arena."""
         assert self.unsharded is not None, f"{self.unit.name} is not gathered"
-        if self.options.poison:
+        if self.options.config.zero.poison_buffers:
             self.unsharded.fill_(torch.nan)
         self.unsharded = None
         self._point()
