@@ -24,6 +24,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import Backward, Forward, Op, Update
 from megazero.engine.step.engine import Engine
 from megazero.engine.zero.flat_unit import OwnedPart
+from megazero.flags.batch_ramp import batch_sizes
 from megazero.log import log_as
 from megazero.observe.step_metrics import memory_bytes
 from megazero.run.checkpoints import CheckpointLoader, Checkpoints
@@ -200,7 +201,7 @@ def train_rank(rank: int, device: torch.device, task: Task) -> Trained:
 def _step(trainer: Trainer, recorder: StepRecorder) -> VerifiedStep:
     """Make a step as `Trainer.iterate` does, which has an observer of its own."""
     engine, progress, training = trainer.engine, trainer.progress, trainer.config.training
-    samples = trainer.config.batch_sizes.at(progress.consumed_samples)
+    samples = batch_sizes(trainer.config).at(progress.consumed_samples)
     batches, sent = trainer.train_batches.batch(progress.consumed_samples), trainer.mesh.sent()
     parts = micro_batches(samples, training.micro_batch_size, 1) if engine.scale else 1
     recorder.begin((engine.scale.value if engine.scale else 1.0) * parts)

@@ -19,8 +19,8 @@ from megazero.console.generate_tool import GenerateOptions, generate_texts
 from megazero.engine.kernels.kernel_table import EAGER
 from megazero.engine.kernels.matmul import TORCH
 from megazero.engine.model.stage import declare
-from megazero.engine.options.batch_sizes import BatchSizes
 from megazero.engine.step.batch import Dealer
+from megazero.flags.batch_ramp import BatchSizes
 from megazero.flags.stages import WHOLE
 from megazero.interop.huggingface.weight_files import open_weights
 from megazero.observe.bad_step import diagnose_step
@@ -236,7 +236,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     "Batches": {
         "dataset": As("Trainer.datasets.train"),
         "seq_length": 8,
-        "sizes": As("Trainer.config.batch_sizes"),
+        "sizes": BatchSizes(4),
         "micro_batch_size": 2,
         "dp_rank": 0,
         "dp_size": 1,
