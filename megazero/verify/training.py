@@ -66,8 +66,8 @@ class TensorPart(NamedTuple):
     @classmethod
     def of(cls, part: OwnedPart, data: torch.Tensor, factor: float = 1.0) -> TensorPart:
         numbers = data.detach().double().cpu().div(factor).numpy()
-        block = part.block
-        return cls(part.spec.shape, block.offset, block.shape, start=part.start, stop=part.stop, data=numbers)
+        block = part.weight.block
+        return cls(part.weight.spec.shape, block.offset, block.shape, start=part.start, stop=part.stop, data=numbers)
 
 
 class Sums(NamedTuple):
@@ -153,7 +153,9 @@ class StepRecorder:
             self.traffic += Counter(self.engine.mesh.sent()) - sent
             for part in unit.flat.owned_parts():
                 if part.weight.trains:
-                    self.gradients[part.spec.name] = TensorPart.of(part, gradient[part.owned.slice()], self.factor)
+                    self.gradients[part.weight.spec.name] = TensorPart.of(
+                        part, gradient[part.owned.slice()], self.factor
+                    )
         yield
         if isinstance(op, (Forward, Backward)) and self.counts:
             run, backward = self.engine.interpreter, isinstance(op, Backward)

@@ -382,8 +382,8 @@ class Engine:
         found = {}
         for part, states in self.zero.owned_states():
             for state, data in states.items():
-                found[state_name(state, part.spec.name)] = LocalShard.of(
-                    part.spec, part.block, Range(part.start, part.stop), data
+                found[state_name(state, part.weight.spec.name)] = LocalShard.of(
+                    part.weight.spec, part.weight.block, Range(part.start, part.stop), data
                 )
         return found
 

@@ -18,7 +18,7 @@ from megazero.engine.optim.muon import OwnedMatrices
 from megazero.engine.options.optimizers import Optimizer
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.flat_layout import Range, equal_ranges, overlap
-from megazero.engine.plan.layout.parameters import LocalBlock, ParamSpec, unit_layout
+from megazero.engine.plan.layout.parameters import unit_layout
 from megazero.engine.plan.optimizer_sizes import OptimizerSizes, OwnedSizes
 from megazero.engine.plan.program.rank_spec import RankSpec
 
@@ -69,18 +69,6 @@ class Member(NamedTuple):
     weight: Weight
     window: Range
 
-    @property
-    def spec(self) -> ParamSpec:
-        return self.weight.spec
-
-    @property
-    def block(self) -> LocalBlock:
-        return self.weight.block
-
-    @property
-    def trains(self) -> bool:
-        return self.weight.trains
-
 
 class OwnedPart(NamedTuple):
     """The part of a weight that this rank owns: the flat range [start, stop) of its local block."""
@@ -89,14 +77,6 @@ class OwnedPart(NamedTuple):
     start: int
     stop: int
     owned: Range  # the same range, within the owned range of the unit
-
-    @property
-    def spec(self) -> ParamSpec:
-        return self.weight.spec
-
-    @property
-    def block(self) -> LocalBlock:
-        return self.weight.block
 
 
 class FlatUnit:
@@ -126,7 +106,7 @@ class FlatUnit:
     @property
     def trains(self) -> bool:
         """True if any parameter trains."""
-        return any(member.trains for member in self.members)
+        return any(member.weight.trains for member in self.members)
 
     @property
     def decayed(self) -> Range:

@@ -74,7 +74,7 @@ class UnitGradients:
         self.unsharded = self._buffer(self._unsharded_kind, self.unit.numel, self._persistent[0])
         if self.options.config.zero.poison_buffers:
             self.unsharded.data.fill_(torch.nan)
-        frozen = [member.window for member in self.unit.members if not member.trains]
+        frozen = [member.window for member in self.unit.members if not member.weight.trains]
         for gap in self.unit.layout.gaps + frozen:
             self.unsharded.data[gap.slice()] = 0
 
@@ -97,7 +97,9 @@ class UnitGradients:
             RuntimeError: naming the trainable parameters without a gradient.
         """
         members = self.unit.members
-        missing = [member.spec.name for member in members if member.trains and member.weight not in self._windows]
+        missing = [
+            member.weight.spec.name for member in members if member.weight.trains and member.weight not in self._windows
+        ]
         if missing and not self._complete:
             raise RuntimeError(
                 f"{', '.join(missing)} received no gradient; if the loss does not use them, pass --freeze-parameters"

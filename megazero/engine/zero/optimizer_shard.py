@@ -108,9 +108,9 @@ class OptimizerShard:
         averages = rule.averages and self.options.config.trains
         if rule.is_small:
             pieces = [
-                NoisePiece(owned.spec, owned.block, owned.start, owned.owned.within(part))
+                NoisePiece(owned.weight.spec, owned.weight.block, owned.start, owned.owned.within(part))
                 for owned in self.unit.owned_parts()
-                if owned.spec.blocked
+                if owned.weight.spec.blocked
             ]
             noise = Noise(self.options.config.training.seed, pieces, self.device)
         return RuledPart(
@@ -197,7 +197,7 @@ class OptimizerShard:
         yield "master", self.master, part.owned, None
         if not self.options.config.trains:
             return
-        rule = self.options.optimizer.rule(part.spec.kind)
+        rule = self.options.optimizer.rule(part.weight.spec.kind)
         mine = (each for each in self.parts if each.rule == rule)
         ruled = next(each for each in mine if each.within(part.owned).numel == part.owned.numel)
         for state, numbers in zip(rule.kept, ruled.kept, strict=True):
@@ -224,7 +224,7 @@ class OptimizerShard:
             updates: of the run so far; they decide how numbers that have another form are rounded.
         """
         for name, numbers, place, ruled in self._kept(part):
-            data = tensors.get(state_name(name, part.spec.name))
+            data = tensors.get(state_name(name, part.weight.spec.name))
             if data is None and ruled is not None and numbers is ruled.average:
                 self._begin_average(ruled, part.owned)
             if data is None or isinstance(numbers, Wide):

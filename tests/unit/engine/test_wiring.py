@@ -236,7 +236,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     "Batches": {
         "dataset": As("Trainer.datasets.train"),
         "seq_length": 8,
-        "sizes": BatchSizes(4),
+        "sizes": BatchSizes(4, 2, 2, 4),
         "micro_batch_size": 2,
         "dp_rank": 0,
         "dp_size": 1,
