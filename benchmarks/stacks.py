@@ -213,7 +213,7 @@ def megazero(
         for name in step_units(step):
             unit = zero.units[name]
             for member in unit.flat.members:
-                spec, block = member.spec, member.block
+                spec, block = member.weight.spec, member.weight.block
                 ours = unit.gradients.sharded_grad[member.window.slice()].view(block.stored)
                 where = tuple(slice(at, at + n) for at, n in zip(block.offset, block.shape, strict=True))
                 yield Gradient(spec.name, ours, partial(_window, shape=spec.shape, where=where))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from megazero.engine.options.batch_sizes import data_parallel_size
 from megazero.engine.options.schema import Config
+from megazero.flags.batch_ramp import batch_sizes, data_parallel_size
 from megazero.flags.flag_names import flags, with_values
 from megazero.flags.limit_checks import out_of_range
 
@@ -44,7 +44,7 @@ def count_iterations(config: Config, typed: Collection[str], num_ranks: Callable
     )
     replicas = max(1, data_parallel_size(num_ranks(), pp, tp, cp)) if not training.global_batch_size else 1
     batch = training.global_batch_size or training.micro_batch_size * replicas
-    sizes = replace(config.batch_sizes, full=batch)
+    sizes = replace(batch_sizes(config), full=batch)
     samples, low, high = -(-tokens // seq), 0, -(-tokens // seq)
     while low < high:  # the least number of iterations with as many samples
         middle = (low + high) // 2

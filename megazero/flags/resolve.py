@@ -13,6 +13,7 @@ from megazero.engine.plan.layout.dealing import dealt_multiple
 from megazero.engine.plan.layout.layers import Declare
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.schedule.schedules import SCHEDULES
+from megazero.flags.batch_ramp import batch_sizes
 from megazero.flags.flag_names import as_flag
 from megazero.flags.limit_checks import divisors, shorten
 from megazero.flags.pipeline_split import layer_costs, layer_split
@@ -116,7 +117,7 @@ def _check_blocks(config: Config, layout: Layout, declare: Declare) -> None:
 
 def _check_ramp(config: Config) -> None:
     """Check that INCREMENT of --rampup-batch-size leads from START to --global-batch-size."""
-    ramp, sizes = config.training.rampup_batch_size, config.batch_sizes
+    ramp, sizes = config.training.rampup_batch_size, batch_sizes(config)
     if not ramp:
         return
     given, between = f"--rampup-batch-size {' '.join(map(str, ramp))}", sizes.full - sizes.start

@@ -9,6 +9,7 @@ from typing import Any
 
 from megazero.engine.options.schema import Config
 from megazero.files import explain, read_small
+from megazero.flags.batch_ramp import batch_sizes
 from megazero.flags.branch import SETS
 from megazero.flags.flag_names import value_of, with_values
 from megazero.flags.presets import typed_values
@@ -97,7 +98,7 @@ def _check_skipped(stages: Sequence[DataStage], config: Config, source: str) -> 
     stage = next(stage for stage in stages if stage.holds(left_out.start))
     if stage.stop is None:
         return
-    size, begins = stage.over(config).batch_sizes.full, _start_of_batch(config, stage, left_out.stop)
+    size, begins = batch_sizes(stage.over(config)).full, _start_of_batch(config, stage, left_out.stop)
     if left_out.stop > stage.stop or begins != left_out.stop:
         raise ValueError(
             f"--skip-samples {config.data.skip_samples} with {source}: it must end where a global batch of its stage "
@@ -111,7 +112,7 @@ def last_samples(config: Config, stages: Sequence[DataStage]) -> list[int]:
     for stage in stages:
         if left <= 0:
             break
-        sizes, consumed = stage.over(config).batch_sizes, stage.first
+        sizes, consumed = batch_sizes(stage.over(config)), stage.first
         while left and consumed < sizes.samples and stage.holds(consumed):
             consumed, left = consumed + sizes.at(consumed), left - 1
         full = left if stage.stop is None else min(left, (stage.stop - consumed) // sizes.full)
@@ -143,7 +144,7 @@ def _values(table: Mapping[str, Any], where: str, branches: bool) -> dict[str, A
 
 def _check_border(stage: DataStage, config: Config, source: str) -> None:
     """Refuse a border inside a global batch. Only the first stage may have a ramp; it must have ended."""
-    sizes, stop = stage.over(config).batch_sizes, stage.stop or 0
+    sizes, stop = batch_sizes(stage.over(config)), stage.stop or 0
     first = sizes.samples if stage.first == 0 else stage.first
     size = sizes.full
     if not size:
@@ -160,7 +161,7 @@ def _check_border(stage: DataStage, config: Config, source: str) -> None:
 
 def _start_of_batch(config: Config, stage: DataStage, sample: int) -> int:
     """Return the sample at which the global batch with `sample` begins."""
-    sizes, consumed = stage.over(config).batch_sizes, stage.first
+    sizes, consumed = batch_sizes(stage.over(config)), stage.first
     while consumed < sizes.samples:
         consumed += sizes.at(consumed)
     return sample - (sample - consumed) % sizes.full

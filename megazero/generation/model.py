@@ -17,6 +17,7 @@ from megazero.engine.model.layers.context import DTYPES, Context, MicroBatchInfo
 from megazero.engine.model.layers.weight import Weight
 from megazero.engine.model.stage import Stage, declare
 from megazero.engine.options.schema import LEAST_CHUNK, ModelConfig
+from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.step.expert_loads import Routers
 from megazero.engine.zero.shards import LocalShard
 from megazero.generation.generate import NewTokens
@@ -52,14 +53,7 @@ class InferenceModel:
         """Return the memory of a weight, and the shard that fills it. The vocabulary's padding stays zero."""
         spec, block = weight.spec, weight.block
         flat = torch.zeros(block.stored_numel, dtype=self.dtype, device=self.mesh.device)
-        own = LocalShard(
-            global_shape=spec.shape,
-            offset=block.offset,
-            local_shape=block.shape,
-            start=0,
-            stop=block.numel,
-            data=flat[: block.numel],
-        )
+        own = LocalShard.of(spec, block, Range(0, block.numel), flat[: block.numel])
         return flat.view(block.stored), own
 
     def new_cache(self, num_sequences: int, capacity: int) -> KVCache:

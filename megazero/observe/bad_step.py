@@ -100,7 +100,7 @@ def _bad_gradients(engine: Engine) -> Iterator[str]:
         gradients = unit.gradients
         for part in unit.flat.owned_parts() if gradients.reduced is not None else ():
             if not gradients.sharded_grad[part.owned.slice()].isfinite().all():
-                yield part.spec.name
+                yield part.weight.spec.name
 
 
 def first_bad_result(mesh: Mesh, inspector: Inspector, samples: Sequence[tuple[int, ...]]) -> str | None:

@@ -42,18 +42,18 @@ def copies(engine: Engine) -> Iterator[tuple[Axis, str, torch.Tensor]]:
             axes = [unit.flat.replica]
             if not unit.flat.policy.optimizer:
                 axes.append(unit.flat.shard)
-            if unit.flat.group.over_tp and "tp" not in part.spec.axes:
+            if unit.flat.group.over_tp and "tp" not in part.weight.spec.axes:
                 axes.append(mesh.tp)
             if unit.name == engine.layers.tied:
                 axes.append(mesh.embedding)
             for state, data in unit.optimizer.state(part).items():
                 kind = "the master weights" if state == "master" else state
-                yield from ((axis, f"{kind} of {part.spec.name}", data) for axis in axes)
+                yield from ((axis, f"{kind} of {part.weight.spec.name}", data) for axis in axes)
         if unit.flat.policy.syncs and unit.weights.unsharded is not None:
             for member in unit.flat.members:
                 window = unit.weights.unsharded[member.window.slice()]
                 yield from (
-                    (axis, f"the weights of {member.spec.name}", window)
+                    (axis, f"the weights of {member.weight.spec.name}", window)
                     for axis in (unit.flat.shard, unit.flat.replica)
                 )
     for number, biases in engine.routers.by_layer():

@@ -15,6 +15,7 @@ from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.data.tokenizer import hub_hint
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import CheckpointConfig, Config, ModelConfig
+from megazero.flags.batch_ramp import batch_sizes
 from megazero.flags.stages import DataStage
 from megazero.log import log
 from megazero.run.run_state import RunState, is_hugging_face
@@ -209,7 +210,7 @@ def check_stage(path: Path, state: RunState, config: Config, stages: Sequence[Da
         )
     at, size = state.consumed_samples, config.training.global_batch_size
     stage = next(stage for stage in stages if stage.holds(at))
-    if stage.stop is not None and at >= config.batch_sizes.samples and (stage.stop - at) % size:
+    if stage.stop is not None and at >= batch_sizes(config).samples and (stage.stop - at) % size:
         raise ValueError(
             f"--load {path} continues at sample {at:,}, so with --global-batch-size {size} no batch begins at sample "
             f"{stage.stop:,}, where the next stage of --data-stages {config.data.data_stages} does; restore the batch "

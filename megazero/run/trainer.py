@@ -13,10 +13,10 @@ from megazero.data.task_requests import PackedRequests
 from megazero.data.text_bytes import bytes_per_token
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.options.batch_sizes import BatchSizes
 from megazero.engine.options.schema import Config
 from megazero.engine.step.engine import Engine
 from megazero.engine.step.results import StepResult
+from megazero.flags.batch_ramp import BatchSizes, batch_sizes
 from megazero.flags.validate import skipped_samples
 from megazero.log import log
 from megazero.observe.bad_step import diagnose_step
@@ -98,7 +98,7 @@ class Trainer:
                 num_workers=num_workers,
             )
 
-        self.train_batches = batches(datasets.train, config.data.num_workers, config.batch_sizes)
+        self.train_batches = batches(datasets.train, config.data.num_workers, batch_sizes(config))
         workers = config.data.num_workers if config.evaluation.eval_only else 0
         split = config.evaluation.eval_split
         full = BatchSizes(config.training.global_batch_size)
@@ -118,7 +118,7 @@ class Trainer:
         """Run one training step, and an evaluation, text samples and scores of tasks if they are due."""
         config, mesh, progress = self.config, self.mesh, self.progress
         self.profiler.begin(progress.iteration + 1)
-        size = config.batch_sizes.at(progress.consumed_samples)
+        size = batch_sizes(config).at(progress.consumed_samples)
         sent, start = mesh.sent(), time.perf_counter()
         self.watchdog.doing = f"reading the batch of iteration {progress.iteration + 1}"
         batches = self.train_batches.batch(progress.consumed_samples)
@@ -162,7 +162,7 @@ class Trainer:
     def skip_samples(self) -> None:
         """If the next batch would contain a sample of --skip-samples, continue after the last of these."""
         left_out, next_one = self.left_out, self.progress.consumed_samples
-        if left_out.start < next_one + self.config.batch_sizes.at(next_one) and next_one < left_out.stop:
+        if left_out.start < next_one + batch_sizes(self.config).at(next_one) and next_one < left_out.stop:
             log.info(f"--skip-samples: continuing from sample {left_out.stop} instead of {next_one}")
             self.progress.consumed_samples = left_out.stop
 

@@ -24,6 +24,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import Backward, Forward, Op, Update
 from megazero.engine.step.engine import Engine
 from megazero.engine.zero.flat_unit import OwnedPart
+from megazero.flags.batch_ramp import batch_sizes
 from megazero.log import log_as
 from megazero.observe.step_metrics import memory_bytes
 from megazero.run.checkpoints import CheckpointLoader, Checkpoints
@@ -65,8 +66,8 @@ class TensorPart(NamedTuple):
     @classmethod
     def of(cls, part: OwnedPart, data: torch.Tensor, factor: float = 1.0) -> TensorPart:
         numbers = data.detach().double().cpu().div(factor).numpy()
-        block = part.block
-        return cls(part.spec.shape, block.offset, block.shape, start=part.start, stop=part.stop, data=numbers)
+        block = part.weight.block
+        return cls(part.weight.spec.shape, block.offset, block.shape, start=part.start, stop=part.stop, data=numbers)
 
 
 class Sums(NamedTuple):
@@ -152,7 +153,9 @@ class StepRecorder:
             self.traffic += Counter(self.engine.mesh.sent()) - sent
             for part in unit.flat.owned_parts():
                 if part.weight.trains:
-                    self.gradients[part.spec.name] = TensorPart.of(part, gradient[part.owned.slice()], self.factor)
+                    self.gradients[part.weight.spec.name] = TensorPart.of(
+                        part, gradient[part.owned.slice()], self.factor
+                    )
         yield
         if isinstance(op, (Forward, Backward)) and self.counts:
             run, backward = self.engine.interpreter, isinstance(op, Backward)
@@ -200,7 +203,7 @@ def train_rank(rank: int, device: torch.device, task: Task) -> Trained:
 def _step(trainer: Trainer, recorder: StepRecorder) -> VerifiedStep:
     """Make a step as `Trainer.iterate` does, which has an observer of its own."""
     engine, progress, training = trainer.engine, trainer.progress, trainer.config.training
-    samples = trainer.config.batch_sizes.at(progress.consumed_samples)
+    samples = batch_sizes(trainer.config).at(progress.consumed_samples)
     batches, sent = trainer.train_batches.batch(progress.consumed_samples), trainer.mesh.sent()
     parts = micro_batches(samples, training.micro_batch_size, 1) if engine.scale else 1
     recorder.begin((engine.scale.value if engine.scale else 1.0) * parts)

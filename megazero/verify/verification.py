@@ -16,6 +16,7 @@ from megazero.cluster.local import LocalRanks, RankLost
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import ActivationConfig, Config, ParallelConfig, ZeroConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.batch_ramp import batch_sizes
 from megazero.flags.cli import Command, read, read_own
 from megazero.flags.flag_names import flags, value_of, with_values
 from megazero.flags.resolve import resolve
@@ -314,7 +315,7 @@ class Verification:
         """Return for each step whether neither training computes padding."""
         found, consumed = [], 0
         for _ in range(self.wanted.steps):
-            samples = runs.layout[0].batch_sizes.at(consumed)
+            samples = batch_sizes(runs.layout[0]).at(consumed)
             consumed += samples
             each = [samples % (config.training.micro_batch_size * layout.dp) for config, layout in runs[:2]]
             found.append(not any(each))

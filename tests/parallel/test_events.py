@@ -117,7 +117,7 @@ def fresh_gradients(rank: int, case: Case) -> list[str]:
             unit = engine.zero.units[op.unit]
             for member in unit.flat.members:
                 if not unit.gradients.unsharded.data[member.window.slice()].isnan().all():
-                    found.append(member.spec.name)
+                    found.append(member.weight.spec.name)
 
     engine.interpreter.observe = look
     engine.train_step(1, micro_batches(case, engine.mesh, 0))

@@ -391,7 +391,9 @@ def drift(rank: int, world: int, config: Config, state: str, name: str) -> str:
         elif state == "weights":
             data = unit.weights.unsharded[unit.flat.layout.windows[name].slice()]
         else:
-            part = next(part for part in unit.flat.owned_parts() if part.spec.name == name and part.stop > part.start)
+            part = next(
+                part for part in unit.flat.owned_parts() if part.weight.spec.name == name and part.stop > part.start
+            )
             data = unit.optimizer.state(part)[state]
         data[:1].view(torch.int32)[0] ^= 1
     try:

@@ -16,7 +16,7 @@ import torch
 from megazero.command.rehearsal.rehearsed_save import plan_save, pretended_shards
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
-from megazero.engine.plan.layout import owned, zero_policy
+from megazero.engine.plan.layout import zero_policy
 from megazero.engine.plan.layout.flat_layout import ALIGN
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import ShardingGroup, ZeroPolicy
@@ -33,6 +33,7 @@ from megazero.engine.plan.program.operations import (
     inner,
 )
 from megazero.engine.plan.program.program import program
+from megazero.planner.bytes import rank_parts
 from megazero.planner.bytes.estimate import estimate
 from tests.parallel.cases import Case, Outcome, train
 from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, relative_error
@@ -52,12 +53,12 @@ def group_of(unit: str) -> str:
 @contextlib.contextmanager
 def three_groups() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (rank_spec, owned, zero_policy):
+        for module in (rank_spec, rank_parts, zero_policy):
             patch.setattr(module, "sharding_groups", three)
             patch.setattr(module, "group_of", group_of)
-        owned._units.cache_clear()
+        rank_parts._units.cache_clear()
         yield
-    owned._units.cache_clear()
+    rank_parts._units.cache_clear()
 
 
 def train_in_groups(rank: int, case: Case) -> Outcome:

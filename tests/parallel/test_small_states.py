@@ -78,7 +78,9 @@ def update(rank: int, case: Case, number: int) -> torch.Tensor:
     gradient = torch.linspace(0.1, 1.0, unit.flat.owned.numel, dtype=engine.zero.options.grad_dtype)
     params = StepParams(engine.config.optimizer, 1e-3, torch.tensor(1.0), None, number)
     unit.optimizer.step(params, Buffer(gradient, NoAllocation()))  # type: ignore[arg-type]
-    return torch.cat([unit.optimizer.saved(part)["exp_avg"] for part in unit.flat.owned_parts() if part.spec.blocked])
+    return torch.cat(
+        [unit.optimizer.saved(part)["exp_avg"] for part in unit.flat.owned_parts() if part.weight.spec.blocked]
+    )
 
 
 def test_every_update_has_its_own_bits(ranks) -> None:

@@ -13,6 +13,7 @@ from megazero.checkpoint.planning import RankPlan, SaveLayout, own_chunks
 from megazero.checkpoint.shared_outcome import message_of, value_of_message
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
+from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.zero.shards import LocalShard
 from megazero.planner.bytes.rank_parts import rank_parts
@@ -35,14 +36,7 @@ def pretended_shards(config: Config, layout: Layout, rank: int, dtype: torch.dty
     rules = config.optimizer.rules
     for part in rank_parts(config, layout, rank, declare):
         data = torch.empty(part.stop - part.start, device="meta", dtype=dtype)
-        shard = LocalShard(
-            global_shape=part.spec.shape,
-            offset=part.block.offset,
-            local_shape=part.block.shape,
-            start=part.start,
-            stop=part.stop,
-            data=data,
-        )
+        shard = LocalShard.of(part.spec, part.block, Range(part.start, part.stop), data)
         found |= {f"{prefix}.{part.spec.name}": shard for prefix in rules.saved(part.spec.kind)}
     return found
 

@@ -207,9 +207,8 @@ class ModelConfig:
 
     def has_experts(self, number: int) -> bool:
         """Return whether the MLP of a layer is a mixture of experts."""
-        return self.num_experts > 0 and self._gets_experts(number)
-
-    def _gets_experts(self, number: int) -> bool:
+        if not self.num_experts:
+            return False
         pattern, number = self.moe_layer_freq, self._like(number)
         return number % int(pattern) == 0 if pattern.isdecimal() else pattern[number % len(pattern)] == "E"
 

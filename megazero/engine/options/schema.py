@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megazero.engine.options.batch_sizes import BatchSizes, micro_batches
+from megazero.engine.options.batch_sizes import micro_batches
 from megazero.engine.options.model_options import ModelConfig as ModelConfig
 from megazero.engine.options.optimizers import BYTES as BYTES
 from megazero.engine.options.run_options import CheckpointConfig as CheckpointConfig
@@ -74,11 +74,6 @@ class Config:
         activations = self.activations
         slots = activations.checkpoint_in_cpu or activations.contiguous_checkpointing
         return slots and SCHEDULES[self.parallel.pipeline_schedule].backlog and not activations.partition_activations
-
-    @property
-    def batch_sizes(self) -> BatchSizes:
-        """Global batch of each iteration."""
-        return BatchSizes(self.training.global_batch_size, *self.training.rampup_batch_size)
 
     def loss_chunk(self, device_type: str, tp: int) -> int:
         """Return the tokens whose logits a rank holds together; 0: all of a micro-batch."""

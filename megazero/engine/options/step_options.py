@@ -166,11 +166,6 @@ class OptimizerConfig:
         forms = OPTIMIZERS[self.optimizer]._replace(moments=self.adam_moments, master_weights=self.master_weights)
         return forms.averaged(self.ema_interval)
 
-    @property
-    def offload(self) -> float:
-        """The share of elements with states in host memory; 0: all states are on the device."""
-        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
-
 
 @dataclass(frozen=True)
 class ParallelConfig:

@@ -23,6 +23,7 @@ from megazero.engine.optim.step import StepParams
 from megazero.engine.options.batch_sizes import micro_batches
 from megazero.engine.options.schema import Config, DataConfig
 from megazero.engine.plan.layout.dealing import rank_tokens
+from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.plan.schedule.schedules import EVALUATION
@@ -80,7 +81,7 @@ class Engine:
         self.dealer = Dealer.of(config, mesh.layout, mesh.cp.rank)
         self.model = Stage(model, list(self.spec.layers), context, config.training.freeze_parameters)
         self.routers = Routers.of(model, self.model, mesh.device)
-        self.zero = Zero(ZeroOptions.of(config, mesh, self.tracker), self.model.units, self.spec)
+        self.zero = Zero(ZeroOptions(config, mesh, self.tracker), self.model.units, self.spec)
         step = self.program(config.schedule, config.micro_batches(mesh.layout.dp))
         self.zero.reserve(step.arena_numel)
         tokens = context.stream.tokens(rank_tokens(config, mesh.layout, mesh.cp.rank))
@@ -401,13 +402,8 @@ class Engine:
         found = {}
         for part, states in self.zero.owned_states():
             for state, data in states.items():
-                found[state_name(state, part.spec.name)] = LocalShard(
-                    global_shape=part.spec.shape,
-                    offset=part.block.offset,
-                    local_shape=part.block.shape,
-                    start=part.start,
-                    stop=part.stop,
-                    data=data,
+                found[state_name(state, part.weight.spec.name)] = LocalShard.of(
+                    part.weight.spec, part.weight.block, Range(part.start, part.stop), data
                 )
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,52 +18,40 @@ from megazero.engine.optim.muon import OwnedMatrices
 from megazero.engine.options.optimizers import Optimizer
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.flat_layout import Range, equal_ranges, overlap
-from megazero.engine.plan.layout.parameters import LocalBlock, ParamSpec, unit_layout
+from megazero.engine.plan.layout.parameters import unit_layout
 from megazero.engine.plan.optimizer_sizes import OptimizerSizes, OwnedSizes
 from megazero.engine.plan.program.rank_spec import RankSpec
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ZeroOptions:
-    """Options that all units of a rank share."""
+    """Values that all units of a rank share; `config` is resolved."""
 
+    config: Config
     mesh: Mesh
     tracker: MemoryTracker
-    sizes: OptimizerSizes
-    dtype: torch.dtype = torch.float32
-    product_dtype: torch.dtype = torch.float32  # for matrix products in an update
-    grad_dtype: torch.dtype = torch.float32
-    bucket_size: int = 40_000_000  # elements
-    overlap: bool = True
-    contiguous: bool = False  # one allocation for gradients that outlive a unit's backward
-    micro_batches: int = 1  # micro-batches of a step
-    sequence_parallel: bool = False
-    trains: bool = True  # False: no gradients and no optimizer states
-    poison: bool = False  # write NaN into freed weights and fresh gradients: --poison-buffers
-    seed: int = 0
-    states_folder: str = ""  # folder of the states' files (--optimizer-nvme-offload); empty: states are in memory
 
-    @classmethod
-    def of(cls, config: Config, mesh: Mesh, tracker: MemoryTracker) -> ZeroOptions:
-        """Return the options of a training engine; `config` is resolved."""
-        training, zero = config.training, config.zero
-        return cls(
-            mesh=mesh,
-            tracker=tracker,
-            sizes=OptimizerSizes(config),
-            dtype=DTYPES[training.precision],
-            product_dtype=DTYPES[training.product_precision],
-            grad_dtype=DTYPES[training.grad_dtype],
-            bucket_size=zero.reduce_bucket_size,
-            overlap=zero.overlap_comm,
-            contiguous=config.activations.contiguous_checkpointing,
-            micro_batches=config.micro_batches(mesh.layout.dp),
-            sequence_parallel=config.parallel.sequence_parallel,
-            trains=config.trains,
-            poison=zero.poison_buffers,
-            seed=training.seed,
-            states_folder=config.optimizer.optimizer_nvme_offload,
-        )
+    @functools.cached_property
+    def sizes(self) -> OptimizerSizes:
+        return OptimizerSizes(self.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.config.training.precision]
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return DTYPES[self.config.training.grad_dtype]
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """The dtype of matrix products in an update."""
+        return DTYPES[self.config.training.product_precision]
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.config.micro_batches(self.mesh.layout.dp)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -80,18 +69,6 @@ class Member(NamedTuple):
     weight: Weight
     window: Range
 
-    @property
-    def spec(self) -> ParamSpec:
-        return self.weight.spec
-
-    @property
-    def block(self) -> LocalBlock:
-        return self.weight.block
-
-    @property
-    def trains(self) -> bool:
-        return self.weight.trains
-
 
 class OwnedPart(NamedTuple):
     """The part of a weight that this rank owns: the flat range [start, stop) of its local block."""
@@ -100,14 +77,6 @@ class OwnedPart(NamedTuple):
     start: int
     stop: int
     owned: Range  # the same range, within the owned range of the unit
-
-    @property
-    def spec(self) -> ParamSpec:
-        return self.weight.spec
-
-    @property
-    def block(self) -> LocalBlock:
-        return self.weight.block
 
 
 class FlatUnit:
@@ -137,7 +106,7 @@ class FlatUnit:
     @property
     def trains(self) -> bool:
         """True if any parameter trains."""
-        return any(member.trains for member in self.members)
+        return any(member.weight.trains for member in self.members)
 
     @property
     def decayed(self) -> Range:

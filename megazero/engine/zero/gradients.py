@@ -27,7 +27,8 @@ class UnitGradients:
         self.unit, self.options, self.mesh, self.home = unit, options, options.mesh, home
         self.unsharded: Buffer | None = None
         self.reduced: Reduced | None = None
-        self.kept = persistent_gradients(unit.policy, options.contiguous, options.micro_batches, unit.on_host)
+        arena, micro_batches = options.config.activations.contiguous_checkpointing, options.micro_batches
+        self.kept = persistent_gradients(unit.policy, arena, micro_batches, unit.on_host)
         self._persistent: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # see bind_persistent
         self._ranges = {member.weight: member.window.slice() for member in unit.members}
         self._windows: dict[Weight, torch.Tensor] = {}  # windows of `unsharded` that have a contribution
@@ -71,9 +72,9 @@ class UnitGradients:
         """
         assert self.unsharded is None, f"the gradients of {self.unit.name} are already open"
         self.unsharded = self._buffer(self._unsharded_kind, self.unit.numel, self._persistent[0])
-        if self.options.poison:
+        if self.options.config.zero.poison_buffers:
             self.unsharded.data.fill_(torch.nan)
-        frozen = [member.window for member in self.unit.members if not member.trains]
+        frozen = [member.window for member in self.unit.members if not member.weight.trains]
         for gap in self.unit.layout.gaps + frozen:
             self.unsharded.data[gap.slice()] = 0
 
@@ -96,7 +97,9 @@ class UnitGradients:
             RuntimeError: naming the trainable parameters without a gradient.
         """
         members = self.unit.members
-        missing = [member.spec.name for member in members if member.trains and member.weight not in self._windows]
+        missing = [
+            member.weight.spec.name for member in members if member.weight.trains and member.weight not in self._windows
+        ]
         if missing and not self._complete:
             raise RuntimeError(
                 f"{', '.join(missing)} received no gradient; if the loss does not use them, pass --freeze-parameters"
@@ -124,7 +127,7 @@ class UnitGradients:
 
     def start_sum_replicated(self) -> Pending:
         """Sum over tp the gradients of tp-replicated parameters (with sequence parallelism)."""
-        summed = self.unit.group.summed(self.unit.layout, self.options.sequence_parallel)
+        summed = self.unit.group.summed(self.unit.layout, self.options.config.parallel.sequence_parallel)
         parts = [self.sharded_grad[part.slice()] for part in self.unit.owned_in(summed)]
         return in_one_group([self.mesh.tp.start_all_reduce(part) for part in parts])
 

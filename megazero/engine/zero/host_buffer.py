@@ -15,6 +15,8 @@ from megazero.engine.zero.home import Buffer, Home, Pieces, Reduced
 class HostBuffer(Home):
     """Memory of copies to and from the device, pinned on a GPU: first of gradients, then of updated weights.
 
+    As a `Reduced`, it is the gradient that was stored last.
+
     gradient  [owned]  in --grad-dtype: summed so far, from the first StoreGradient to the update
     weights   [owned]  in --precision: the same memory, from the update to the end of FetchWeights
     """
@@ -47,7 +49,7 @@ class HostBuffer(Home):
             copy.wait()
             gradient.free()
 
-        return StoredGradient(self), Pending(held=(gradient.data,), then=stored)
+        return self, Pending(held=(gradient.data,), then=stored)
 
     def copy_gradient(self, source: torch.Tensor, pieces: Pieces) -> DeviceCopy:
         """Start to copy a reduced gradient, [owned], from the device."""
@@ -59,8 +61,8 @@ class HostBuffer(Home):
     def start_fetch_weights(self, out: torch.Tensor) -> Pending:
         return Pending(then=self.link.start_fetch(self.weights, out).wait)
 
-    def stored(self) -> torch.Tensor:
-        """Return the gradient that was stored last, complete after `HostLink.finish_stores`."""
+    def read(self) -> torch.Tensor:
+        """Return the stored gradient, complete after `HostLink.finish_stores`."""
         return self.gradient
 
     def counted(self, pieces: Pieces) -> Sequence[torch.Tensor | float]:
@@ -68,21 +70,8 @@ class HostBuffer(Home):
         self.link.finish_stores()
         return pieces(self.gradient)
 
-
-class StoredGradient:
-    """A reduced gradient in a `HostBuffer`, which keeps its memory."""
-
-    def __init__(self, home: HostBuffer) -> None:
-        self.home = home
-
-    def read(self) -> torch.Tensor:
-        return self.home.stored()
-
-    def counted(self, pieces: Pieces) -> Sequence[torch.Tensor | float]:
-        return self.home.counted(pieces)
-
     def take(self) -> Buffer:
-        return Buffer(self.home.gradient, self.home.tracker.allocate("host", 0))  # tracked since it was made
+        return Buffer(self.gradient, self.tracker.allocate("host", 0))  # tracked since it was made
 
     def free(self) -> None:
-        pass
+        """Discard the gradient; its memory stays."""

@@ -103,16 +103,16 @@ class OptimizerShard:
             self._begin_average(part, part.owned)
 
     def _part(self, rule: UpdateRule, part: Range) -> RuledPart:
-        numel, noise = part.numel if self.options.trains else 0, None
+        numel, noise = part.numel if self.options.config.trains else 0, None
         states = tuple(kept(state, numel, self.dtype, self._new) for state in rule.states)
-        averages = rule.averages and self.options.trains
+        averages = rule.averages and self.options.config.trains
         if rule.is_small:
             pieces = [
-                NoisePiece(owned.spec, owned.block, owned.start, owned.owned.within(part))
+                NoisePiece(owned.weight.spec, owned.weight.block, owned.start, owned.owned.within(part))
                 for owned in self.unit.owned_parts()
-                if owned.spec.blocked
+                if owned.weight.spec.blocked
             ]
-            noise = Noise(self.options.seed, pieces, self.device)
+            noise = Noise(self.options.config.training.seed, pieces, self.device)
         return RuledPart(
             rule=rule,
             owned=part,
@@ -195,9 +195,9 @@ class OptimizerShard:
     def _kept(self, part: OwnedPart) -> Iterator[tuple[str, Kept, Range, RuledPart | None]]:
         """Yield the name, the numbers and the place in them of each state of a part, and the rule's part."""
         yield "master", self.master, part.owned, None
-        if not self.options.trains:
+        if not self.options.config.trains:
             return
-        rule = self.options.optimizer.rule(part.spec.kind)
+        rule = self.options.optimizer.rule(part.weight.spec.kind)
         mine = (each for each in self.parts if each.rule == rule)
         ruled = next(each for each in mine if each.within(part.owned).numel == part.owned.numel)
         for state, numbers in zip(rule.kept, ruled.kept, strict=True):
@@ -224,7 +224,7 @@ class OptimizerShard:
             updates: of the run so far; they decide how numbers that have another form are rounded.
         """
         for name, numbers, place, ruled in self._kept(part):
-            data = tensors.get(state_name(name, part.spec.name))
+            data = tensors.get(state_name(name, part.weight.spec.name))
             if data is None and ruled is not None and numbers is ruled.average:
                 self._begin_average(ruled, part.owned)
             if data is None or isinstance(numbers, Wide):

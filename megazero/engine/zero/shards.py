@@ -1,9 +1,14 @@
 """Shards: a rank's part of a globally named tensor."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from math import prod
 
 import torch
+
+from megazero.engine.plan.layout.flat_layout import Range
+from megazero.engine.plan.layout.parameters import LocalBlock, ParamSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +34,11 @@ class LocalShard:
         ), self.geometry
         assert 0 <= self.start <= self.stop <= prod(self.local_shape), self.geometry
         assert self.data.shape == (self.stop - self.start,) and self.data.is_contiguous(), self.geometry
+
+    @classmethod
+    def of(cls, spec: ParamSpec, block: LocalBlock, owned: Range, data: torch.Tensor) -> LocalShard:
+        """Return the shard of a parameter that is `owned`, a flat range of the rank's block."""
+        return cls(spec.shape, block.offset, block.shape, start=owned.start, stop=owned.stop, data=data)
 
     @property
     def geometry(self) -> tuple[object, ...]:

@@ -192,7 +192,7 @@ class FileBuffer(HostBuffer):
         at = self.at + len(self.buffer)
         return Pending(then=self._submit(len(self.resident), lambda: self.file.write(self.resident, at)).result)
 
-    def stored(self) -> torch.Tensor:
+    def read(self) -> torch.Tensor:
         self.block.settle()
         self._read(self.buffer)
         self.block.settle()
@@ -233,7 +233,7 @@ def file_buffers(units: Sequence[FlatUnit], options: ZeroOptions, link: HostLink
     units: in the order of their updates, in which they take turns.
     """
     sizes = [sum(unit.sizes(options).in_file) for unit in units]
-    file = StateFile(options.states_folder, sum(sizes), options.mesh.copied)
+    file = StateFile(options.config.optimizer.optimizer_nvme_offload, sum(sizes), options.mesh.copied)
     blocks = [Block(num_bytes, options) for num_bytes in block_sizes(sizes)]
     starts = itertools.accumulate(sizes, initial=0)
     found = zip(units, itertools.cycle(blocks), starts, strict=False)

@@ -56,9 +56,9 @@ class UnitWeights:
         at = None if whole is None else int(whole.storage_offset())
         if at not in self._views:
             self._views[at] = [
-                self._released.expand(member.block.stored)
+                self._released.expand(member.weight.block.stored)
                 if whole is None
-                else whole[member.window.slice()].view(member.block.stored)
+                else whole[member.window.slice()].view(member.weight.block.stored)
                 for member in self.unit.members
             ]
         for member, view in zip(self.unit.members, self._views[at], strict=True):
@@ -85,7 +85,7 @@ class UnitWeights:
     def release(self) -> None:
         """Stage 3: free the part of the arena."""
         assert self.unsharded is not None, f"{self.unit.name} is not gathered"
-        if self.options.poison:
+        if self.options.config.zero.poison_buffers:
             self.unsharded.fill_(torch.nan)
         self.unsharded = None
         self._point()

@@ -98,22 +98,23 @@ class Zero:
         if not units:
             return {}
         link = HostLink(options.mesh.device, options.mesh.copied)
-        if options.states_folder:
+        if options.config.optimizer.optimizer_nvme_offload:
             return file_buffers(units, options, link)
         return {unit.name: HostBuffer(unit, options, link) for unit in units}
 
     def _reducer(self, group: ShardingGroup) -> Reducer:
-        o, reduces = self.options, group.policy.optimizer and self.options.trains
+        o, zero = self.options, self.options.config.zero
+        reduces = group.policy.optimizer and o.config.trains
         ranges = [unit.flat.ranges for unit in self.units.values() if reduces and unit.flat.group == group]
         axis = self.mesh.axis(group.axis)
-        buckets = plan_buckets(o.bucket_size, ranges, axis.rank, o.overlap)
+        buckets = plan_buckets(zero.reduce_bucket_size, ranges, axis.rank, zero.overlap_comm)
         return Reducer(
             axis=axis,
             buckets=buckets,
             dtype=o.grad_dtype,
             device=self.mesh.device,
             tracker=o.tracker,
-            overlap=o.overlap,
+            overlap=zero.overlap_comm,
         )
 
     def start_reduce(self, unit: str) -> Pending:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.engine.options.batch_sizes import data_parallel_size
 from megazero.engine.options.limits import MOST_LAYERS
+from megazero.flags.batch_ramp import data_parallel_size
 from megazero.flags.flag_names import flags
 
 LONGEST = 1000  # characters of a list of layers

@@ -39,7 +39,7 @@ class PretendAxis(Axis):
 
     @property
     def needs_staging_buffer(self) -> bool:
-        return self._needs_staging_buffer and self.size > 1
+        return self._needs_staging_buffer and bool(self.peers)
 
     def _issued(self, operation: str, kind: str, num_bytes: int) -> None:
         super()._issued(operation, kind, num_bytes)

@@ -21,7 +21,7 @@ from megazero.data.indexed import IndexedDataset
 from megazero.data.loader import Batches
 from megazero.data.samples import GPTDataset, WholeSplit
 from megazero.data.tokenizer import load_tokenizer
-from megazero.engine.options.batch_sizes import BatchSizes
+from megazero.flags.batch_ramp import BatchSizes
 from tests.helpers.table import for_each
 from tests.unit.data_helpers import numbered_documents, write_corpus
 

@@ -16,7 +16,7 @@ from megazero.data.corpora import open_datasets
 from megazero.data.loader import Batches
 from megazero.data.packing import PackedDataset, best_fit, pack_documents
 from megazero.data.samples import NO_TOKEN, Sample, WholeSplit
-from megazero.engine.options.batch_sizes import BatchSizes
+from megazero.flags.batch_ramp import BatchSizes
 from tests.helpers.table import for_each
 from tests.unit.data_helpers import numbered_documents, write_corpus
 

@@ -19,8 +19,8 @@ from megazero.console.generate_tool import GenerateOptions, generate_texts
 from megazero.engine.kernels.kernel_table import EAGER
 from megazero.engine.kernels.matmul import TORCH
 from megazero.engine.model.stage import declare
-from megazero.engine.options.batch_sizes import BatchSizes
 from megazero.engine.step.batch import Dealer
+from megazero.flags.batch_ramp import BatchSizes
 from megazero.flags.stages import WHOLE
 from megazero.interop.huggingface.weight_files import open_weights
 from megazero.observe.bad_step import diagnose_step
@@ -238,7 +238,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     "Batches": {
         "dataset": As("Trainer.datasets.train"),
         "seq_length": 8,
-        "sizes": As("Trainer.config.batch_sizes"),
+        "sizes": BatchSizes(4, 2, 2, 4),
         "micro_batch_size": 2,
         "dp_rank": 0,
         "dp_size": 1,
@@ -270,23 +270,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     },
     "check_replicas": {"engine": ENGINE, "iteration": 2},
     "peak_flops": {"card": "", "training": As("Trainer.config.training")},
-    "ZeroOptions": {
-        "mesh": MESH,
-        "tracker": As("Checkpoints.engine.tracker"),
-        "sizes": Kind("OptimizerSizes"),
-        "dtype": torch.float64,
-        "product_dtype": torch.float64,
-        "grad_dtype": torch.float64,
-        "bucket_size": 1000,
-        "overlap": False,
-        "contiguous": True,
-        "micro_batches": 2,
-        "sequence_parallel": False,
-        "trains": True,
-        "poison": True,
-        "seed": 77,
-        "states_folder": FOLDER,
-    },
+    "ZeroOptions": {"config": CONFIG, "mesh": MESH, "tracker": As("Checkpoints.engine.tracker")},
     "Zero": {
         "options": As("Checkpoints.engine.zero.options"),
         "units": As("Checkpoints.engine.model.units"),
@@ -341,13 +325,6 @@ EVALUATED: dict[str, Call] = {
     "Trainer": {"eod": None},
     "Evaluator": {"split": "test"},
     "open_writers": {"config": Kind("Config"), "start_iteration": 2},
-    "ZeroOptions": {
-        "bucket_size": 40_000_000,
-        "overlap": True,
-        "contiguous": False,
-        "trains": False,
-        "poison": False,
-    },
     "build": {"check_buffers": False},
     "upload_step": {"training": False},
 }

@@ -10,6 +10,7 @@ import pytest
 
 import pretrain_gpt
 from megazero.command.follow_recipe import follow_recipe
+from megazero.flags.batch_ramp import batch_sizes
 from megazero.flags.cli import Command, read
 from megazero.flags.flag_names import value_of
 from megazero.flags.recipe import power_lines_decay, step_law_batch, step_law_rate
@@ -51,7 +52,7 @@ def test_tokens_are_whole_iterations(flags: str, iterations: int | None) -> None
     config = command.config
     found, tokens, seq = config.training.train_iters, config.training.train_tokens, config.model.seq_length
     if iterations is None:
-        total = config.batch_sizes.total
+        total = batch_sizes(config).total
         assert total(found) * seq >= tokens > total(found - 1) * seq
         return
     assert found == iterations

@@ -97,7 +97,7 @@ AXIS_SIZES = {"pp", "dp", "cp", "data", "tp", "shard", "shards", "replica", "rep
 AXIS_SIZES |= {f"{axis}_{of}" for axis in ("pp", "dp", "cp", "tp") for of in ("size", "rank")}
 AXIS_SIZES |= {f"{axis}_model_parallel_size" for axis in ("tensor", "context", "pipeline")} | {"zero_shard_size"}
 RANKS = {"rank", "ranks", "stage", "coord"}
-MULTIPLYING = {"engine.plan.layout.topology", "engine.options.batch_sizes", "verify.shrink"}
+MULTIPLYING = {"engine.plan.layout.topology", "flags.batch_ramp", "verify.shrink"}
 
 
 def only_layout_multiplies_axes(sources: Sources) -> Iterator[str]:

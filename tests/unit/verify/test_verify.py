@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megazero.flags.batch_ramp import batch_sizes
 from megazero.flags.presets import preset_names
 from megazero.verify.command import main
 from megazero.verify.compare import Difference, row
@@ -84,7 +85,7 @@ def test_ratios_of_a_batch_stay() -> None:
     after, layout = runs.layout
     assert before.padding(real.dp) and after.padding(layout.dp)
     start, increment, _ = after.training.rampup_batch_size
-    assert start < after.batch_sizes.full and (after.batch_sizes.full - start) % increment == 0
+    assert start < batch_sizes(after).full and (batch_sizes(after).full - start) % increment == 0
     assert after.training.freeze_parameters == ("token_embedding.*", "blocks.0.*", "blocks.1.*")
 
 

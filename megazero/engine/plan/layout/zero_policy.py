@@ -165,8 +165,9 @@ def host_units(config: Config, numel: Mapping[str, int], tied: str | None) -> fr
 
 
 def offload_fraction(config: Config) -> float:
-    """Return the largest share of a rank's elements with states in host memory."""
-    return config.optimizer.offload if config.trains else 0.0
+    """Return the largest share of a rank's elements with states in host memory; 0: all states are on the device."""
+    offloads = config.optimizer.optimizer_cpu_offload and config.trains
+    return config.optimizer.optimizer_offload_fraction if offloads else 0.0
 
 
 def persistent_gradients(policy: ZeroPolicy, arena: bool, micro_batches: int, on_host: bool) -> PersistentGradients:

@@ -38,7 +38,7 @@ from megazero.engine.plan.program.passes import (
     update_units,
 )
 from megazero.engine.plan.program.rank_spec import RankSpec
-from megazero.engine.plan.schedule.schedules import EVALUATION, live_by_chunk, order_of, peak_live
+from megazero.engine.plan.schedule.schedules import EVALUATION, order_of
 
 
 class Program(NamedTuple):
@@ -49,8 +49,6 @@ class Program(NamedTuple):
     trains: bool  # False: an evaluation
     num_slots: int  # for kept inputs
     arena_numel: int  # elements of the arena for gathered weights
-    peak_live: int  # the largest number of (chunk, micro-batch) pairs that wait for their backward
-    live_by_chunk: tuple[int, ...] = ()  # the same number for each chunk
 
 
 def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int | None = None) -> Program:
@@ -70,14 +68,11 @@ def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int 
     ops = store_gradients(spec, start_replica_sums(spec, start_early(spec, ops)))
     ops, numel = place_weights(ops if arena_limit is None else delay(ops, sizes, arena_limit), sizes)
     if not trains:
-        return Program(gradients=ops, update=[], trains=trains, num_slots=slots, arena_numel=numel, peak_live=0)
-    live = live_by_chunk(order, len(spec.chunks))
+        return Program(gradients=ops, update=[], trains=trains, num_slots=slots, arena_numel=numel)
     return Program(
         gradients=ops + finish_gradients(spec),
         update=update_units(spec),
         trains=trains,
         num_slots=slots,
         arena_numel=numel,
-        peak_live=peak_live(order),
-        live_by_chunk=live,
     )

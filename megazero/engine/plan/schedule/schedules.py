@@ -279,14 +279,3 @@ EVALUATION = "forward-only"
 def order_of(schedule: str, p: Pipeline) -> Order:
     """Return the steps of one rank under a schedule of SCHEDULES, or under EVALUATION."""
     return forward_only(p) if schedule == EVALUATION else SCHEDULES[schedule].order(p)
-
-
-def peak_live(order: Order) -> int:
-    """Return the most (chunk, micro-batch) pairs that a rank holds at once, between forward and backward."""
-    change = {F: 1, B: -1, IN: -1, W: 0}
-    return max(itertools.accumulate((change[kind] for kind, _, _ in order), initial=0))
-
-
-def live_by_chunk(order: Order, chunks: int) -> tuple[int, ...]:
-    """Return the most micro-batches of each chunk that a rank holds at once, between forward and backward."""
-    return tuple(peak_live([step for step in order if step[2] == chunk]) for chunk in range(chunks))

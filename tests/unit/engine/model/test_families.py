@@ -173,10 +173,10 @@ def check_losses_and_gradients(
     wanted = family_of(model).join({name: p.grad for name, p in parameters.items()}, names, model)
     for unit in ours.zero.units.values():
         for member in unit.flat.members:
-            gradient = unit.gradients.sharded_grad[member.window.slice()].view(member.block.stored)
-            want = wanted[member.spec.name]
+            gradient = unit.gradients.sharded_grad[member.window.slice()].view(member.weight.block.stored)
+            want = wanted[member.weight.spec.name]
             gradient = gradient[tuple(map(slice, want.shape))]
-            assert (gradient - want).abs().max() < tolerance * want.abs().max(), member.spec.name
+            assert (gradient - want).abs().max() < tolerance * want.abs().max(), member.weight.spec.name
     ours.zero.discard_gradients()
 
 

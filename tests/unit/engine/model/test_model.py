@@ -102,7 +102,7 @@ def test_loss_and_gradients(pair) -> None:
     assert abs(found[0].sum() / b.labels.numel() - loss) < TOLERANCE * loss
     units = ours.zero.units
     gradients = {
-        member.spec.name: unit.gradients.sharded_grad[member.window.slice()].view(member.block.stored)
+        member.weight.spec.name: unit.gradients.sharded_grad[member.window.slice()].view(member.weight.block.stored)
         for unit in units.values()
         for member in unit.flat.members
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from megazero.engine.options.batch_sizes import data_parallel_size
 from megazero.engine.plan.layout.topology import AXES, SUB_AXES, Coord, Layout, ring_bytes
+from megazero.flags.batch_ramp import data_parallel_size
 from tests.helpers.table import for_each
 
 LAYOUTS = [Layout(*sizes, cp=cp) for *sizes, cp in itertools.product((1, 2, 3, 4), repeat=4)]

@@ -21,13 +21,14 @@ from megazero.engine.plan.layout.zero_policy import Buckets
 from megazero.engine.plan.program.operations import Backward, Fetch, Forward, Gather, Op, Recompute, Reduce, Sync
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import rank_spec
-from megazero.engine.plan.schedule.schedules import Pipeline, order_of, peak_live, placement
+from megazero.engine.plan.schedule.schedules import Pipeline, order_of, placement
 from megazero.engine.zero.reduce_scatter import Buffer, Reducer
 from megazero.flags.pipeline_split import LayerCosts, split_by_cost
 from megazero.planner.bytes.estimate import Few
 from megazero.planner.time.simulate import simulate
 from megazero.planner.trace.pretend import PretendAxis
 from scripts.draw_schedule import plain_pipeline, play, thirds
+from tests.helpers.live import peak_live
 from tests.helpers.table import for_each
 
 pytestmark = pytest.mark.second

@@ -28,13 +28,12 @@ from megazero.engine.plan.schedule.schedules import (
     Order,
     Pass,
     Pipeline,
-    live_by_chunk,
     order_of,
-    peak_live,
     placement,
 )
 from megazero.planner.time.simulate import Timing, simulate
 from scripts.draw_schedule import plain_pipeline, thirds
+from tests.helpers.live import live_by_chunk, peak_live
 from tests.helpers.table import for_each
 
 F, B, IN, W = Pass
