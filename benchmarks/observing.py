@@ -53,11 +53,11 @@ class Options:
     steps: int = 3
     """Steps of a turn."""
     iterations: int = 100_000
-    """Of the runs whose pages are written."""
+    """Iterations of the runs whose pages are written."""
     runs: int = 10
     """Runs in one page."""
     flags: str = "--preset tiny --vocab-size 257 --global-batch-size 8 --micro-batch-size 4"
-    """Of the model whose steps are measured."""
+    """Model whose steps are measured."""
 
 
 class Steps:

@@ -222,7 +222,10 @@ class _Walk:
         )
         self.sizes = StepSizes(config=config, layout=layout, spec=self.spec, layers=layers, places=layout.places(coord))
         declared = declare(config.model, layout.tp)
-        self.blocks, self.statistics = declared.blocks, StatisticsSizes(config, layout, coord, len(declared.kinds))
+        self.blocks, self.statistics = (
+            declared.blocks,
+            StatisticsSizes(config, layout, coord, layers=len(declared.kinds), each=self.sizes.rates.weights),
+        )
         self.tracker = MemoryTracker()
         self.traffic: Counter[str] = Counter(dict.fromkeys(KINDS_OF_TRAFFIC, 0))
         self.allocations: dict[object, Allocation] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.engine.model.layers.latent_attention import gathers_latents
-from megazero.engine.options.schema import BYTES, Config
+from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.dealing import dealt_tokens
 from megazero.engine.plan.layout.topology import Coord, Layout
 from megazero.engine.plan.program.operations import Forward
@@ -21,10 +21,15 @@ def block_rows(heads: int, keys: int) -> int:
 class StatisticsSizes:
     """Bytes of a rank's statistics; all 0 in a run without them."""
 
-    def __init__(self, config: Config, layout: Layout, coord: Coord, layers: int) -> None:
-        """layers: of the model."""
+    def __init__(self, config: Config, layout: Layout, coord: Coord, *, layers: int, each: int) -> None:
+        """Compute the sizes of a rank.
+
+        Args:
+            layers: of the model.
+            each: bytes of a query's number.
+        """
         self.on, self.layers = config.log.stats_interval > 0 and config.trains, layers
-        model, each = config.model, BYTES[config.training.precision]
+        model = config.model
         heads, keys = model.num_attention_heads // layout.tp, model.seq_length
         rows = min(block_rows(heads, keys), dealt_tokens(config, layout, coord.cp))
         self.has_sample = self.on and coord.dp == 0  # the first of the global batch
