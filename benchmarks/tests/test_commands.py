@@ -49,6 +49,14 @@ def test_the_papers_configurations_run_by_flags_alone() -> None:
 
 
 @pytest.mark.slow
+def test_the_cost_of_observing_is_measured() -> None:
+    small = "--rounds 2 --steps 1 --iterations 200 --runs 2".split()
+    done = run(sys.executable, "-m", "benchmarks.observing", *small)
+    assert done.returncode == 0, done.stderr
+    assert "a step with statistics over one without: " in done.stdout and "page of 2 of them: " in done.stdout
+
+
+@pytest.mark.slow
 def test_one_process_against_transformers_runs() -> None:
     small = "--layers 1 --hidden 32 --heads 2 --seq-length 16 --vocabulary 64 --batch 1 --rounds 2".split()
     done = run(sys.executable, "benchmarks/single_process.py", *small)

@@ -117,9 +117,8 @@ class LayerStatistics:
                 attention.watch = None
         x = self.run.x.get(op.micro_batch)  # none after the head
         if x is not None:
-            for part, rows in zip(x.split([row.count for row in tokens.rows]), tokens.rows, strict=True):
-                if rows.sample != PADDING:
-                    self._raise(ACTIVATION, op.layer, torch.linalg.vector_norm(part, math.inf))
+            for part in _of_samples(x, tokens):
+                self._raise(ACTIVATION, op.layer, torch.linalg.vector_norm(part, math.inf))
 
     def _raise(self, kind: int, layer: str, value: torch.Tensor) -> None:
         largest = self.maxima[kind, self.numbers[layer]]
@@ -162,6 +161,14 @@ class LayerStatistics:
         if not group.norm_axis:
             return self.mesh.data.is_first
         return group.norm_axis != group.axis or self.mesh.axis(group.replica_axis).is_first
+
+
+def _of_samples(x: torch.Tensor, tokens: MicroBatchInfo) -> list[torch.Tensor]:
+    """Return the parts of x [T', h] that are no padding samples."""
+    if PADDING not in tokens.samples:
+        return [x]
+    parts = x.split([row.count for row in tokens.rows])
+    return [part for part, row in zip(parts, tokens.rows, strict=True) if row.sample != PADDING]
 
 
 def _of_trained(unit: ParamUnit, values: torch.Tensor) -> torch.Tensor:

@@ -170,8 +170,17 @@ def check_layers(case: Case, outcomes: list[Outcome]) -> None:
         assert len(outcome.layers) == (len(outcome.losses) if case.stats else 0)
         for found, wanted in zip(outcome.layers, expected_layers(case), strict=False):
             assert {key: list(values) for key, values in found.items()} == {k: list(v) for k, v in wanted.items()}
-            for key, values in found.items():
-                assert relative_error([*values.values()], [*wanted[key].values()]) < tolerance(case), key
+            for key in found.keys() - follows_rounding(case):
+                assert relative_error([*found[key].values()], [*wanted[key].values()]) < tolerance(case), key
+
+
+def follows_rounding(case: Case) -> set[str]:
+    """Return the statistics that rounding decides.
+
+    The gradient of a key's bias is 0 but for rounding, whose sign Lion follows. No loss depends on this bias.
+    """
+    biased = case.optimizer == "lion" and case.model.traits.learned_positions
+    return {"layer_update_ratio", "layer_max_logit"} if biased else set()
 
 
 def check_balance(case: Case, outcomes: list[Outcome]) -> None:

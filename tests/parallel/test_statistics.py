@@ -1,4 +1,7 @@
-"""Statistics per layer (--stats-interval) of whole runs. The parity matrix compares their values with plain PyTorch."""
+"""Statistics per layer (--stats-interval): values of plain PyTorch in every layout, and no effect on the step.
+
+The parity matrix has them as a factor; cases here are those of which each shows another fault.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,33 @@ from megazero.flags.resolve import resolve
 from megazero.observe import largest_logit
 from megazero.observe.layer_statistics import KEYS, LayerStatistics
 from megazero.planner.bytes.estimate import estimate
-from tests.parallel.cases import MODEL, Case, micro_batches, new_engine
+from tests.helpers.rings import SECOND
+from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
 from tests.parallel.runs import configured, quietly, run_of, write_corpus
+from tests.parallel.test_parity import check_layers, fp64
 
 RATIO = "layer_update_ratio"
+
+
+TWO = replace(MODEL, num_layers=2)
+LLAMA = replace(TWO, architecture="llama", num_query_groups=2, window_size=4, layer_pattern="LG")
+EXPERTS = replace(TWO, architecture="mixtral", num_query_groups=2, num_experts=4, moe_ffn_hidden_size=24)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(pp=2, model=TWO),  # whose table is on both stages
+        Case(tp=2, sp=True, model=TWO),
+        Case(dp=2, model=TWO, batch=7, micro_batch_size=2),  # a rank has a sample of padding
+        Case(cp=2, zero=3, model=LLAMA, reset="attention"),
+        Case(dp=2, ep=2, zero=1, model=EXPERTS),
+    ],
+    ids=str,
+)
+def test_layers_have_the_statistics_of_plain_pytorch(case: Case, ranks) -> None:
+    case = fp64(case)._replace(stats=True)
+    check_layers(case, ranks(2).run(train, case))
 
 
 class Trained(NamedTuple):
@@ -48,7 +74,11 @@ def trained(rank: int, case: Case) -> Trained:
     return Trained(results[:2], {name: shard.data.clone() for name, shard in engine.shards().items()}, found)
 
 
-@pytest.mark.parametrize("case", [Case(dp=2, zero=3, precision="bf16"), Case(tp=2, sp=True, recompute="full")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [Case(dp=2, zero=3, precision="bf16"), pytest.param(Case(tp=2, sp=True, recompute="full"), marks=SECOND)],
+    ids=str,
+)
 def test_a_step_with_statistics_is_the_same_step_bit_for_bit(case: Case, ranks) -> None:
     """Losses, norms, master weights and moments. A skipped step has no update."""
     plain, observed = (ranks(2).run(trained, case._replace(stats=stats)) for stats in (False, True))
@@ -72,8 +102,7 @@ def logits(rank: int, case: Case, rows: int) -> dict[str, float]:
 
 def test_blocks_of_queries_have_the_largest_logit_of_all(ranks) -> None:
     """11 queries in blocks of 3, with a window, and of documents; to rounding, because products differ in shape."""
-    model = replace(MODEL, num_layers=2, architecture="llama", num_query_groups=2, window_size=4, layer_pattern="LG")
-    case = Case(model=model, precision="fp64", reset="attention", stats=True)
+    case = Case(model=LLAMA, precision="fp64", reset="attention", stats=True)
     [whole], [blocks] = (ranks(1).run(logits, case, rows) for rows in (11, 3))
     assert list(whole) == ["blocks.0", "blocks.1"]
     assert all(abs(blocks[name] / value - 1) < 1e-12 for name, value in whole.items())

@@ -30,7 +30,7 @@ def spent(run: Run) -> dict[str, float]:
     return found
 
 
-def goodput(found: dict[str, float]) -> float | None:
+def kept_share(found: dict[str, float]) -> float | None:
     """Return the share of time in steps that are kept, given the seconds by cause.
 
     None for a run of less than an hour that computed no step again: its start alone would decide the share.
@@ -44,7 +44,7 @@ def goodput(found: dict[str, float]) -> float | None:
 def goodput_line(run: Run) -> str:
     """Return the goodput, and the causes of the rest that take a hundredth of the time; empty without a goodput."""
     found = spent(run)
-    total, share = sum(found.values()), goodput(found)
+    total, share = sum(found.values()), kept_share(found)
     if share is None:
         return ""
     causes = {cause: seconds for cause, seconds in found.items() if cause != KEPT and not cause.startswith("start: ")}

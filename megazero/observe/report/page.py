@@ -20,7 +20,7 @@ from megazero.files import replace_file
 from megazero.observe.progress_line import RECENT, Record
 from megazero.observe.report.curves import chart_data, start_text
 from megazero.observe.report.heat_map import MOST_COLUMNS, HeatMap, heat_map, logarithmic_limits
-from megazero.observe.report.lost_time import KEPT, goodput, spent
+from megazero.observe.report.lost_time import KEPT, kept_share, spent
 from megazero.observe.report.runs import METRICS, Run, curve, keys_of, read_run, smooth
 from megazero.observe.shown_tasks import task_scores
 from megazero.units import count, duration, ranges, size, things
@@ -172,7 +172,7 @@ def cards(run: Run) -> list[tuple[str, str]]:
     for name, key, form in MEDIANS:
         if len(values := curve(run, key).y):
             found.append((f"{name}, median", format(np.median(values), form)))
-    if (share := goodput(spent(run))) is not None:
+    if (share := kept_share(spent(run))) is not None:
         found.append((f"goodput: time in {KEPT}", f"{share:.1%}"))
     if len(peak):
         found.append(("peak memory of rank 0", size(round(float(peak.max())))))

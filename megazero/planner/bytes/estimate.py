@@ -221,8 +221,7 @@ class _Walk:
             config, layout, self.spec, device_type="cpu" if needs_staging_buffer else "cuda", cp_rank=coord.cp
         )
         self.sizes = StepSizes(config=config, layout=layout, spec=self.spec, layers=layers, places=layout.places(coord))
-        declared = declare(config.model, layout.tp)
-        self.blocks, self.statistics = declared.blocks, StatisticsSizes(config, layout, coord, len(declared.kinds))
+        self.statistics = StatisticsSizes(config, layout, coord, self.sizes.rates.weights)
         self.tracker = MemoryTracker()
         self.traffic: Counter[str] = Counter(dict.fromkeys(KINDS_OF_TRAFFIC, 0))
         self.allocations: dict[object, Allocation] = {}
@@ -325,7 +324,7 @@ class _Walk:
 
     def _forward(self, op: Forward) -> None:
         layer = self.sizes.layers[op.layer]
-        if self.statistics.observes_scores(op, self.blocks):
+        if self.statistics.observes_scores(op):
             self._send((self.statistics.gathered(),))
             self.tracker.allocate("buffers", self.statistics.scores).end()
         if op.graph:

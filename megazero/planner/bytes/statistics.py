@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megazero.engine.model.layers.latent_attention import gathers_latents
-from megazero.engine.options.schema import BYTES, Config
+from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.dealing import dealt_tokens
 from megazero.engine.plan.layout.topology import Coord, Layout
 from megazero.engine.plan.program.operations import Forward
@@ -21,10 +22,10 @@ def block_rows(heads: int, keys: int) -> int:
 class StatisticsSizes:
     """Bytes of a rank's statistics; all 0 in a run without them."""
 
-    def __init__(self, config: Config, layout: Layout, coord: Coord, layers: int) -> None:
-        """layers: of the model."""
-        self.on, self.layers = config.log.stats_interval > 0 and config.trains, layers
-        model, each = config.model, BYTES[config.training.precision]
+    def __init__(self, config: Config, layout: Layout, coord: Coord, each: int) -> None:
+        """each: bytes of a query's number."""
+        self.on, self.declared = config.log.stats_interval > 0 and config.trains, declare(config.model, layout.tp)
+        model = config.model
         heads, keys = model.num_attention_heads // layout.tp, model.seq_length
         rows = min(block_rows(heads, keys), dealt_tokens(config, layout, coord.cp))
         self.has_sample = self.on and coord.dp == 0  # the first of the global batch
@@ -33,9 +34,9 @@ class StatisticsSizes:
         whole = model.multi_latent_attention and gathers_latents(model, heads, ring)
         self.keys = 0 if whole else layout.cp * dealt_tokens(config, layout) * groups * model.head_dim * each
 
-    def observes_scores(self, op: Forward, blocks: tuple[str, ...]) -> bool:
+    def observes_scores(self, op: Forward) -> bool:
         """Return whether the largest score of attention is found in an operation."""
-        return self.has_sample and op.micro_batch == 0 and op.layer in blocks
+        return self.has_sample and op.micro_batch == 0 and op.layer in self.declared.blocks
 
     def gathered(self) -> Moved:
         """Return the all-gather of the sample's keys."""
@@ -49,4 +50,5 @@ class StatisticsSizes:
         """Return the all-reduces over all ranks."""
         if not self.on:
             return ()
-        return tuple(each for kinds in (SUMS, MAXIMA) for each in agreement("world", numbers=kinds * self.layers))
+        layers = len(self.declared.kinds)
+        return tuple(each for kinds in (SUMS, MAXIMA) for each in agreement("world", numbers=kinds * layers))
