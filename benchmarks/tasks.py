@@ -23,8 +23,8 @@ from benchmarks.preprocess import get_tokenizer
 from benchmarks.reports.blocks import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = "--architecture llama --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128"
-BATCH, ITERATIONS, SEED = 12, 24, 7
+MODEL = "--architecture llama --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
+BATCH, ITERATIONS, SEED = 12, 12, 7
 LAYOUTS = {  # ranks and flags
     "one process": (1, ""),
     "tp 2, --loss-chunk-tokens 50": (2, "--tensor-model-parallel-size 2 --loss-chunk-tokens 50"),
@@ -81,8 +81,8 @@ def run(*words: object, ranks: int = 1) -> str:
 
 
 def train(folder: Path, items: Path) -> list[dict[str, Any]]:
-    """Train with scores every other iteration; returns the records."""
-    flags = [*common(folder, items), "--train-iters", ITERATIONS, "--lr", 3e-3, "--task-interval", 2]
+    """Train with scores every third iteration; returns the records."""
+    flags = [*common(folder, items), "--train-iters", ITERATIONS, "--lr", 3e-3, "--task-interval", 3]
     print(run("pretrain_gpt.py", *flags, "--save", folder / "run", "--log-dir", folder / "run"))
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
