@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megazero import checkpoint
+from megazero.data.task_requests import Pair
 from megazero.engine.kernels.dropout import Rows
 from megazero.engine.memory.tracker import MemoryTracker
 from megazero.engine.mesh.mesh import Mesh
@@ -110,21 +111,23 @@ class InferenceModel:
         return found
 
     @torch.no_grad()
-    def scores(self, sequences: Sequence[list[int]]) -> list[torch.Tensor]:
-        """Return `Output.scores` of the tokens behind the first of each sequence of n, [2, n - 1].
+    def scores(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
+        """Return `Output.scores` of each continuation of n tokens, [2, n], on the last stage; nothing on the others.
 
-        On the last stage; nothing on the others. Computes all tokens at once, without padding, on one context-parallel
-        rank.
+        Computes all tokens at once, without padding, on one context-parallel rank.
         """
-        inputs = [ids[:-1] for ids in sequences]
-        lengths = [len(ids) for ids in inputs]
-        flat = torch.tensor([[token for ids in inputs for token in ids]], device=self.mesh.device)
-        labels = torch.tensor([[token for ids in sequences for token in ids[1:]]], device=self.mesh.device)
-        new, own = [NewTokens(ids, 0) for ids in inputs], [(range(length),) for length in lengths]
-        x, head = self._hidden(flat, self._tokens(new, own, KVCache(len(new), max(lengths)))), self.stage.head
+        device, inputs = self.mesh.device, [[*context, *continuation[:-1]] for context, continuation in pairs]
+        new, own = [NewTokens(ids, 0) for ids in inputs], [(range(len(ids)),) for ids in inputs]
+        flat = torch.tensor([[token for ids in inputs for token in ids]], device=device)
+        x, head = self._hidden(flat, self._tokens(new, own, KVCache(len(new), max(map(len, inputs))))), self.stage.head
         if head is None:
             return []
-        return list(head.vocabulary.scores(x, head.norm, labels)[:, 0].split(lengths, dim=1))
+        labels = [[*context[1:], *continuation] for context, continuation in pairs]
+        targets = torch.tensor([[token for ids in labels for token in ids]], device=device)
+        counts = [[0.0] * (len(context) - 1) + [1.0] * len(continuation) for context, continuation in pairs]
+        weights = torch.tensor([[each for counted in counts for each in counted]], device=device)
+        found = head.vocabulary.scores(x, head.norm, targets, weights)[:, 0].split([len(ids) for ids in inputs], dim=1)
+        return [each[:, -len(pair.continuation) :] for each, pair in zip(found, pairs, strict=True)]
 
     def _tokens(self, new: Sequence[NewTokens], own: Sequence[Ranges], cache: KVCache) -> MicroBatchInfo:
         """own: this rank's of the new tokens"""

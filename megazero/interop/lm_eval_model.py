@@ -87,10 +87,8 @@ class CheckpointScorer:
         found = []
         for at in range(0, len(pairs), self.batch_size):
             batch = [pair.fitted(self.max_length) for pair in pairs[at : at + self.batch_size]]
-            scores = self.inference.scores([[*context, *continuation] for context, continuation in batch])
-            for (_, continuation), each in zip(batch, scores, strict=True):
-                nats, likeliest = each[:, -len(continuation) :].double()
-                found.append((-float(nats.sum()), bool(likeliest.all())))
+            for nats, likeliest in self.inference.scores(batch):
+                found.append((-float(nats.double().sum()), bool(likeliest.all())))
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

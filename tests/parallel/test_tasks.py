@@ -83,7 +83,7 @@ def scored(rank: int, case: Case, requests: TaskRequests, packs: bool) -> tuple[
             (Case(pp=2, cp=2, ep=2, batch=4, recompute="full", model=EXPERTS, precision="fp64"), True),
             (Case(tp=2, model=MULTIPLE, precision="fp64"), True),
         ],
-        *(1, 2, 3, 4),
+        *(1, 2, 3),
     ),
     ids=str,
 )

@@ -81,9 +81,9 @@ class Head(Layer):
         return self.vocabulary.loss(x, self.norm, batch.labels, batch.loss_mask, batch.seed)
 
     def scores(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
-        """x [T', h] -> `Output.scores` of the labels, flat, [2 b s]."""
+        """x [T', h] -> `Output.scores` of the targets that count, flat, [2 b s]."""
         assert x is not None
-        return self.vocabulary.scores(x, self.norm, batch.labels).flatten()
+        return self.vocabulary.scores(x, self.norm, batch.labels, batch.loss_mask).flatten()
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> [.., v/tp], without a gradient."""

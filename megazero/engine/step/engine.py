@@ -322,7 +322,8 @@ class Engine:
     def score_targets(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return [2, b, s] for each micro-batch on the last stage, see `Output.scores`; nothing on other stages.
 
-        Attention stays within the documents of a micro-batch and positions restart, even if no flag asks for it.
+        Targets that do not count have 0. Attention stays within the documents of a micro-batch and positions restart
+        with them, even if no flag asks for it.
         """
         data = replace(self.config.data, reset_attention_mask=True, reset_position_ids=True)
         uploaded, head = self._upload(batches, training=False, data=data), self.model.head

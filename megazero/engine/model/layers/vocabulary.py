@@ -99,19 +99,25 @@ class Output(NamedTuple):
             seed = None
         return _VocabularyLoss.apply(x, norm, self, labels, weights, seed, handle_of(norm, self))
 
-    def scores(self, x: torch.Tensor, norm: Norm, labels: torch.Tensor) -> torch.Tensor:
+    def scores(self, x: torch.Tensor, norm: Norm, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T', h], labels [b, s] int64 -> [2, b, s]: cross-entropies in nats; 1 where labels are likeliest, else 0.
 
         In fp32 or wider, the same on all of tp. Of equally likely tokens the first counts. Has no gradient.
+
+        Args:
+            weights: [b, s]; where they are 0, no logits are computed, and the result is 0.
         """
         normed, *_ = norm.normalise(x)
         whole, flat = self.table.context.stream.start_unshard(normed).wait(), labels.flatten()
-        found = [_chunk_scores(self, whole[part], flat[part]) for part in self.chunks(len(whole))]
-        return torch.cat(found, 1).view(2, *labels.shape)
+        rows = weights.flatten().nonzero()[:, 0]
+        found = normed.new_zeros(2, len(flat), dtype=wide(normed))
+        for part in (rows[chunk] for chunk in self.chunks(len(rows))):
+            found[:, part] = _chunk_scores(self, whole[part], flat[part])
+        return found.view(2, *labels.shape)
 
     def chunks(self, num_tokens: int) -> list[slice]:
         """Return the tokens whose logits are in memory together: --loss-chunk-tokens."""
-        each = self.table.context.loss_chunk or num_tokens
+        each = self.table.context.loss_chunk or max(1, num_tokens)
         return [slice(at, min(at + each, num_tokens)) for at in range(0, num_tokens, each)]
 
 
