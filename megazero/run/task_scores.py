@@ -20,10 +20,11 @@ import torch
 from megazero.data.loader import Batches
 from megazero.data.task_files import ChoiceItem, ClozeItem, Item, TextItem
 from megazero.data.task_requests import NO_REQUEST, EncodedTasks, PackedRequests, TaskRequests
-from megazero.engine.options.batch_sizes import PADDING, BatchSizes
+from megazero.engine.options.batch_sizes import PADDING
 from megazero.engine.options.schema import Config
 from megazero.engine.step.engine import Engine
 from megazero.files import explain, replace_file
+from megazero.flags.batch_ramp import BatchSizes
 from megazero.flags.validate import check_device
 from megazero.observe.progress_line import Record
 from megazero.units import things
