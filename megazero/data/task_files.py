@@ -91,7 +91,7 @@ def read_tasks(paths: Sequence[str], limit: int = 0) -> TaskItems:
             content = read_regular(path)
         except (OSError, ValueError) as error:
             reason = explain(error) if isinstance(error, OSError) else error
-            raise ValueError(f"--tasks {path}: {reason}; name a file of JSON lines: {FORM}") from None
+            raise ValueError(f"--tasks {reason}; name a file of JSON lines: {FORM}") from None
         digest.update(content + b"\0")
         lines = [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
         if not lines:

@@ -129,7 +129,7 @@ def evaluate(folder: Path, layout: str, *flags: object) -> tuple[str, dict[str, 
     return done.stdout, record, [json.loads(line) for line in (log_dir / "tasks.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, 1, 3))
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, 1))
 def test_items_of_a_checkpoint_are_those_of_transformers(layout: str, run, by_transformers) -> None:
     folder, _ = run
     _, record, lines = evaluate(folder, layout)

@@ -55,9 +55,9 @@ def test_a_bad_line_is_named(item: Any, words: str, tmp_path: Path) -> None:
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no item; write one per line"):
         read(tmp_path, "", " ")
-    with pytest.raises(ValueError, match=f"--tasks {tmp_path}: .* is a folder, .*; name a file of JSON lines"):
+    with pytest.raises(ValueError, match=f"^--tasks {tmp_path} is a folder, .*; name a file of JSON lines"):
         read_tasks([str(tmp_path)])
-    with pytest.raises(ValueError, match="No such file"):
+    with pytest.raises(ValueError, match=f"^--tasks {tmp_path}/none: No such file"):
         read_tasks([str(tmp_path / "none")])
 
 
