@@ -20,8 +20,8 @@ DOCS = ROOT / "docs"
 # 24,450 until each chapter of extending.md ended with it, 24,560 until multi-token prediction, 24,800 until
 # fine-tuning, 26,700 until recipes, 27,300 until running averages and live reports, 27,750 until README's tables of
 # features, proofs and commands became a page, 28,480 until containers and nodes without SLURM,
-# 29,150 until questions and messages
-MAX_WORDS = 30_150
+# 29,150 until questions and messages, 30,150 until the tutorial and a page of choices
+MAX_WORDS = 31_500
 README_LINES = 120
 # Programs of `benchmarks/reports` write these pages whole; of other pages they write marked blocks.
 GENERATED = {
@@ -34,7 +34,8 @@ GENERATED = {
 # Flags of sbatch, srun, salloc, torchrun, pip, git and lm_eval.
 FOREIGN = "nodes ntasks-per-node gpus-per-node gpus-per-task cpus-per-task exclusive exclude time partition mem "
 FOREIGN += "account signal requeue dependency job-name cpu-bind nproc-per-node nproc_per_node nnodes hostfile "
-FOREIGN += "nv bind container- container-image container-mounts container-workdir rdzv-backend "
+FOREIGN += "repo-type include local-dir no-deps nv bind container- container-image container-mounts "
+FOREIGN += "container-workdir rdzv-backend "
 FOREIGN += "index-url no-install-recommends model_args model tasks diff-filter"
 # Dated records, which are looked up and not read whole.
 RECORDS = ("decisions/", "log/")
