@@ -192,5 +192,5 @@ def test_pages_run_as_they_are_written(tmp_path: Path, typed: dict[str, str]) ->
         assert lines, page
         for line in lines:
             line = line.split("  #")[0].replace("PREFIX", "runs/corpus_text_document")
-            small = re.search(r"--preset (?:tiny|quickstart)\b", line) and "--load " not in line
+            small = re.search(r"--preset (?:tiny|quickstart)\b", line)
             type_in(line + TINY * bool(small), tmp_path, typed)
