@@ -85,15 +85,16 @@ class LayerStatistics:
         )
         total = sum(gradients.values())
         found = (
-            {name: grad_norm * math.sqrt(gradients[name] / total) if total else 0.0 for name in self._trained()},
+            {
+                name: grad_norm * math.sqrt(gradients[name] / total) if total else 0.0
+                for name in self.numbers
+                if name in self.trained
+            },
             {name: math.sqrt(updates[name] / square) for name, square in weights.items() if square},
             {name: value for name, value in activations.items() if value != -math.inf},
             {name: value for name, value in logits.items() if value != -math.inf},
         )
         return {key: each for key, each in zip(KEYS, found, strict=True) if each}
-
-    def _trained(self) -> list[str]:
-        return [name for name in self.numbers if name in self.trained]
 
     # -- around operations
 
@@ -106,7 +107,7 @@ class LayerStatistics:
         attentions = [part for part in parts if isinstance(part, Attention)]
 
         def watch(attention: Attention, heads: Sequence[torch.Tensor], tokens: MicroBatchInfo) -> None:
-            self._raise(LOGIT, op.layer, largest_logit(attention, heads, tokens, self.engine.tracker))
+            self._update_maximum(LOGIT, op.layer, largest_logit(attention, heads, tokens, self.engine.tracker))
 
         for attention in attentions:
             attention.watch = watch
@@ -118,9 +119,9 @@ class LayerStatistics:
         x = self.run.x.get(op.micro_batch)  # none after the head
         if x is not None:
             for part in _of_samples(x, tokens):
-                self._raise(ACTIVATION, op.layer, torch.linalg.vector_norm(part, math.inf))
+                self._update_maximum(ACTIVATION, op.layer, torch.linalg.vector_norm(part, math.inf))
 
-    def _raise(self, kind: int, layer: str, value: torch.Tensor) -> None:
+    def _update_maximum(self, kind: int, layer: str, value: torch.Tensor) -> None:
         largest = self.maxima[kind, self.numbers[layer]]
         torch.maximum(largest, value.to(largest.dtype), out=largest)
 
@@ -150,10 +151,10 @@ class LayerStatistics:
     def _add(self, kind: int, unit: ParamUnit, pieces: Sequence[torch.Tensor | float]) -> None:
         """Add the squares of a unit's pieces, unless another rank adds them."""
         layer, device = unit.name.removesuffix(EXPERTS), unit.home.device
-        if self._counts(unit):
+        if self._is_first_copy(unit):
             self.sums[device][kind, self.numbers[layer]] += square_sums([pieces], device)[0]
 
-    def _counts(self, unit: ParamUnit) -> bool:
+    def _is_first_copy(self, unit: ParamUnit) -> bool:
         """Return whether no rank before this one has the same part of a unit."""
         if unit.name == self.engine.layers.tied and not self.mesh.pp.is_first:
             return False

@@ -1,6 +1,7 @@
 """scripts/slurm/pretrain.sbatch on a real SLURM of two virtual nodes, with a stand-in program; preprocess.sbatch."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -123,10 +124,15 @@ def test_containers_modules_and_options_of_srun(cluster, tmp_path):
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "apptainer").write_text(APPTAINER.format(python=sys.executable))
     (tmp_path / "tools" / "apptainer").chmod(0o755)
-    # As of a module: an unset variable and a failed command end nothing.
-    (tmp_path / "env.sh").write_text('echo "in $UNSET_BY_ALL"; false\nexport NCCL_IB_HCA=mlx5\nPATH=$PWD/tools:$PATH\n')
+    # As of a module: an unset variable, a failed command and `shift` end nothing. The PATH has a file of the same name.
+    (tmp_path / "env.sh").write_text(
+        'echo "in $UNSET_BY_ALL"; shift; false\nexport NCCL_IB_HCA=mlx5\nPATH=$PWD/tools:$PATH\n'
+    )
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "env.sh").write_text("exit 9\n")
     image = "apptainer exec --nv --bind /data images/torch.sif python"
-    env = {"SETUP": "env.sh", "PYTHON": image, "SRUN_ARGS": "--job-name=inside --export=ALL,FROM_ARGS=1"}
+    env = {"SETUP": "env.sh", "PYTHON": image, "SRUN_ARGS": "--job-name=inside\n--export=ALL,FROM_ARGS=1"}
+    env["PATH"] = f"{tmp_path / 'path'}:{os.environ['PATH']}"
     job = cluster.wait(submit(cluster, tmp_path, ["--nodes=2", "--ntasks-per-node=2"], ["--alone", "a  b"], **env))
     assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), batch_log(tmp_path, job)
     ranks = reports(tmp_path / "runs", job)

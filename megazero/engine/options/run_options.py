@@ -177,7 +177,7 @@ class LogConfig:
     """Iterations between progress lines; metrics.jsonl has every iteration."""
     stats_interval: Iterations = 0
     """Iterations between statistics per layer in metrics.jsonl, report.html and the loggers: gradient norm, update over
-    weight, largest activation, largest attention logit. Predictions are those of a step with statistics. 0: never."""
+    weight, largest activation, largest attention logit. 0: never. Predicted bytes are those of a step with them."""
     sample_prompts: str = ""
     """Text file with a prompt per line, for --sample-interval. Use few prompts: each token of an answer takes a forward
     pass. Needs --tokenizer."""

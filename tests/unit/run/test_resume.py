@@ -519,6 +519,8 @@ def test_options_that_change_the_curve_are_warnings() -> None:
          "best-fit, and was split when this was saved: samples hold other documents, and with best-fit alone attention "
          "stays within these: training continues at sample 80 of the new samples,"),
         ({"model": {"window_size": 8}}, "--window-size is 8, and was 0 when this was saved: the model computes"),
+        ({"model": {"activation": "relu"}}, "--activation is relu, and was auto when this was saved: the model"),
+        ({"model": {"activation": "gelu-tanh"}}, ""),  # gpt2's own
         ({"parallel": {"tensor_model_parallel_size": 2}}, ""),
         ({"zero": {"zero_stage": 3}}, ""),
         ({"training": {"train_iters": 30}}, ""),
@@ -534,7 +536,9 @@ def test_options_that_change_the_curve_are_warnings() -> None:
             assert warning.startswith(begins) and warning.endswith("the loss curve differs from here"), warning
     older = replace(state, config={"training": state.config["training"]})  # before --optimizer
     assert changed_options(older, replace(ours, optimizer=replace(ours.optimizer, optimizer="lion"))).warnings
-    del state.config["data"]["packing"]  # before that flag
+    del state.config["data"]["packing"], state.config["model"]["activation"]  # before these flags
+    relu = replace(ours, model=replace(ours.model, activation="relu"))
+    assert "--activation is relu, and was auto" in changed_options(state, relu).warnings[0]
     packed = replace(ours, data=replace(ours.data, packing="best-fit"))
     assert "--packing is best-fit, and was split" in changed_options(state, packed).warnings[0]
 
