@@ -20,6 +20,7 @@ import torch
 from megazero.data.loader import Batches
 from megazero.data.task_files import ChoiceItem, ClozeItem, Item, TextItem
 from megazero.data.task_requests import NO_REQUEST, EncodedTasks, PackedRequests, TaskRequests
+from megazero.engine.model.layers.fused_attention import is_attention_fused
 from megazero.engine.options.batch_sizes import PADDING
 from megazero.engine.options.schema import Config
 from megazero.engine.step.engine import Engine
@@ -39,14 +40,37 @@ def pack_requests(config: Config, tasks: EncodedTasks, device_type: str) -> Pack
     Raises:
         ValueError: an item does not fit in a sample.
     """
-    apart = replace(config.data, reset_attention_mask=True, reset_position_ids=True)
-    try:
-        check_device(replace(config, data=apart), device_type)
-        packs = True
-    except ValueError:  # the device has no kernel that keeps the requests of a sample apart
-        packs = False
     length = config.model.seq_length
-    return PackedRequests(tasks.requests(length), length, packs)
+    return PackedRequests(tasks.requests(length), length, keeps_apart(config, device_type))
+
+
+def keeps_apart(config: Config, device_type: str) -> bool:
+    """Return whether the device computes attention within documents without dropout, and fuses it if training's is.
+
+    A kernel that is not fused makes all scores of attention, for which training may have no room.
+    """
+    scoring = replace(
+        config,
+        model=replace(config.model, attention_dropout=0.0),
+        data=replace(config.data, reset_attention_mask=True, reset_position_ids=True),
+    )
+    try:
+        check_device(scoring, device_type)
+    except ValueError:
+        return False
+    return _is_fused(scoring, device_type) or not _is_fused(config, device_type)
+
+
+def _is_fused(config: Config, device_type: str) -> bool:
+    model = config.model
+    return is_attention_fused(
+        device_type,
+        config.training.precision,
+        dropout=model.attention_dropout > 0,
+        documents=config.data.reset_attention_mask,
+        softcap=model.attention_softcap > 0,
+        log_sums=config.parallel.context_parallel_size > 1 or model.traits.sinks,
+    )
 
 
 def task_interval(config: Config, num_samples: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -62,8 +62,19 @@ def expected(case: Case, path: Path) -> Expected:
 
 
 def scored(rank: int, case: Case, requests: TaskRequests, packs: bool) -> tuple[list[float], list[float]]:
-    packed = PackedRequests(requests, case.model.seq_length, packs)
-    return TaskScorer(case.config(), new_engine(rank, case), packed).request_scores()
+    """Without packing, no kernel may see documents."""
+    packed, engine = PackedRequests(requests, case.model.seq_length, packs), new_engine(rank, case)
+    upload, given = engine._upload, []
+
+    def spied(*arguments: Any, **options: Any) -> Any:
+        uploaded = upload(*arguments, **options)
+        given.extend(each.tokens.attention_documents for each in uploaded.micro_batches)
+        return uploaded
+
+    engine._upload = spied  # type: ignore[method-assign]
+    found = TaskScorer(case.config(), engine, packed).request_scores()
+    assert any(documents is not None for documents in given) == packs
+    return found
 
 
 @pytest.mark.parametrize(
