@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +28,8 @@ from megazero.files import explain, replace_file
 from megazero.flags.batch_ramp import BatchSizes
 from megazero.flags.validate import check_device
 from megazero.observe.progress_line import Record
+from megazero.run.evaluation import Stopped
+from megazero.run.stopping import Wish
 from megazero.units import things
 
 COST_SHARE = 50  # an iteration of training per share of an iteration: 1 / 50 of the time
@@ -100,11 +102,14 @@ class TaskScorer:
         self.config, self.engine, self.packed = config, engine, packed
         self.interval = task_interval(config, len(packed))
 
-    def run(self) -> TaskScores:
-        """Score all requests; the result is the same on all ranks."""
-        return TaskScores(self.packed.requests, *self.request_scores())
+    def run(self, stop: Callable[[], Wish | None] = lambda: None) -> TaskScores | Stopped:
+        """Score all requests; the result is the same on all ranks. `stop`: as that of `Evaluator.run`."""
+        found = self.request_scores(stop)
+        return found if isinstance(found, Stopped) else TaskScores(self.packed.requests, *found)
 
-    def request_scores(self) -> tuple[list[float], list[float]]:
+    def request_scores(
+        self, stop: Callable[[], Wish | None] = lambda: None
+    ) -> tuple[list[float], list[float]] | Stopped:
         """Return each request's negative log-likelihood, and how many of its tokens are not the likeliest.
 
         Shapes: [R]. The same on all ranks.
@@ -112,6 +117,8 @@ class TaskScorer:
         mesh, size = self.engine.mesh, self.config.training.global_batch_size
         found = torch.zeros(2, len(self.packed.requests.pairs), dtype=torch.float64)
         for first in range(0, len(self.packed), size):
+            if (why := stop()) is not None:
+                return Stopped(why, first / len(self.packed), of="tasks")
             batches = self._batches(min(size, len(self.packed) - first)).batch(first)
             for batch, scores in zip(batches, self.engine.score_targets(batches), strict=False):
                 for number, sample in zip(batch.samples, scores.double().cpu().unbind(1), strict=True):
