@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Convert the files of published data sets to items for --tasks."""
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from data_tools.task_formats import FORMATS, read_items
 from data_tools.tool import parse, run_tool
-from megazero.data.task_files import Item
+from megazero.data.task_files import NAME, NAME_LENGTH, Item, check_item
 from megazero.files import write_atomically
 from megazero.units import things
 
@@ -58,17 +59,20 @@ def main(arguments: Sequence[str]) -> None:
         raise ValueError(f"--from {options.format}: unknown format; use {', '.join(FORMATS)}")
     if options.shots < 0 or (options.shots and not FORMATS[options.format].shots):
         raise ValueError(f"--shots {options.shots} with --from {options.format}: leave it out")
+    if options.task and not re.match(NAME, options.task):
+        raise ValueError(f"--task {options.task!r}: names have up to {NAME_LENGTH} letters, digits and _ . : + -")
     output, lines = Path(options.output), []
     if output.exists() and not options.overwrite:
         raise ValueError(f"--output {output} exists; add --overwrite, or name another file")
     for path in options.input:
         for number, fields in read_items(options.format, Path(path), options.shots):
             fields = {"kind": fields["kind"], "task": options.task or options.format} | fields
+            place = f"--input {path}, line {number}"
             try:
                 item: Item = msgspec.convert(fields, Item)
             except msgspec.ValidationError as error:
-                raise ValueError(f"--input {path}, line {number}: {error}; correct it, or leave it out") from None
-            lines.append(msgspec.json.encode(item) + b"\n")
+                raise ValueError(f"{place}: {error}; correct it, or leave it out") from None
+            lines.append(msgspec.json.encode(check_item(item, place)) + b"\n")
     if not lines:
         raise ValueError(f"--input {' '.join(options.input)}: no item; give files of a split with answers")
     write_atomically(output, b"".join(lines))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megazero.data.task_files import NAME_CHARACTERS, NAME_LENGTH, numbered_lines
 from megazero.files import explain, read_regular
 
 LETTERS = "ABCD"
@@ -30,12 +31,16 @@ class TaskFormat(NamedTuple):
 
 
 def _json_lines(path: Path) -> Numbered:
-    for number, line in enumerate(read_regular(path).decode().splitlines(), 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"--input {path}, line {number}: {error}") from None
+    for number, line in _lines(path):
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"--input {path}, line {number}: {error}") from None
+
+
+def _lines(path: Path) -> Numbered:
+    for number, line in numbered_lines(read_regular(path)):
+        yield number, line.decode()
 
 
 def _question(text: str) -> str:
@@ -79,8 +84,7 @@ def piqa(path: Path, shots: int) -> Iterator[tuple[int, Fields]]:
 
 def lambada(path: Path, shots: int) -> Iterator[tuple[int, Fields]]:
     """Yield items of lambada_test_plain_text.txt, or of JSON lines with `text`: the last word is to be found."""
-    lines = enumerate(read_regular(path).decode().splitlines(), 1)
-    texts = ((n, item["text"]) for n, item in _json_lines(path)) if path.suffix == ".jsonl" else lines
+    texts = ((n, item["text"]) for n, item in _json_lines(path)) if path.suffix == ".jsonl" else _lines(path)
     for number, text in texts:
         if text.strip():
             context, _, word = text.rpartition(" ")
@@ -122,10 +126,16 @@ def _mmlu_question(row: list[str]) -> tuple[str, str]:
 def text(path: Path, shots: int) -> Iterator[tuple[int, Fields]]:
     """Yield the documents of JSON lines with `text`, and perhaps `domain`; else of a text file, which is one."""
     if path.suffix != ".jsonl":
-        yield 1, {"kind": "text", "text": read_regular(path).decode(), "domain": path.stem}
+        yield 1, {"kind": "text", "text": read_regular(path).decode(), "domain": _named(path.stem)}
         return
     for number, item in _json_lines(path):
-        yield number, {"kind": "text", "text": item["text"], "domain": item.get("domain", path.stem)}
+        domain = item.get("domain", path.stem)
+        yield number, {"kind": "text", "text": item["text"], "domain": domain and _named(domain)}
+
+
+def _named(text: str) -> str:
+    """Return a name of a domain with `_` in place of characters that names do not have."""
+    return re.sub(f"[^{NAME_CHARACTERS}]", "_", text)[:NAME_LENGTH]
 
 
 FORMATS = {

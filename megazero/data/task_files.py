@@ -13,7 +13,9 @@ from msgspec import Meta
 from megazero.files import explain, read_regular
 
 FORM = "docs/tasks.md has the form of an item"
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:+-]{1,64}\Z")]
+NAME_CHARACTERS, NAME_LENGTH = "A-Za-z0-9_.:+-", 64
+NAME = rf"^[{NAME_CHARACTERS}]{{1,{NAME_LENGTH}}}\Z"
+Name = Annotated[str, Meta(pattern=NAME)]
 Filled = Annotated[str, Meta(min_length=1)]
 
 
@@ -93,7 +95,7 @@ def read_tasks(paths: Sequence[str], limit: int = 0) -> TaskItems:
             reason = explain(error) if isinstance(error, OSError) else error
             raise ValueError(f"--tasks {reason}; name a file of JSON lines: {FORM}") from None
         digest.update(content + b"\0")
-        lines = [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+        lines = numbered_lines(content)
         if not lines:
             raise ValueError(f"--tasks {path}: the file holds no item; write one per line: {FORM}")
         for number, line in lines:
@@ -108,11 +110,29 @@ def read_tasks(paths: Sequence[str], limit: int = 0) -> TaskItems:
     return TaskItems(tuple(items), tuple(places), digest.hexdigest()[:16])
 
 
+def numbered_lines(content: bytes) -> list[tuple[int, bytes]]:
+    """Return the lines that are not blank, with their numbers from 1.
+
+    `str.splitlines` would also split at characters that JSON allows in a text, such as U+2028.
+    """
+    lines = enumerate(content.split(b"\n"), 1)
+    return [(number, line.removesuffix(b"\r")) for number, line in lines if line.strip()]
+
+
+def check_item(item: Item, place: str) -> Item:
+    """Return an item whose fields have the right types, if they fit each other.
+
+    Raises:
+        ValueError: there is no such answer.
+    """
+    if isinstance(item, ChoiceItem) and item.answer >= len(item.choices):
+        raise ValueError(f"{place}: answer {item.answer} of {len(item.choices)} choices, counted from 0; correct it")
+    return item
+
+
 def _parse(line: bytes, place: str) -> Item:
     try:
         item: Item = msgspec.json.decode(line, type=Item)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{place}: {error}; {FORM}") from None
-    if isinstance(item, ChoiceItem) and item.answer >= len(item.choices):
-        raise ValueError(f"{place}: answer {item.answer} of {len(item.choices)} choices, counted from 0; correct it")
-    return item
+    return check_item(item, place)

@@ -35,7 +35,8 @@ class Pair(NamedTuple):
         """Yield parts of s tokens of the continuation, each after the tokens before it."""
         ids = [*self.context, *self.continuation]
         for start in range(len(self.context), len(ids), length):
-            yield Pair(ids[:start], ids[start : start + length]).fitted(length)
+            before = ids[max(0, start - length) : start]  # `fitted` keeps no more, and a text may be long
+            yield Pair(before, ids[start : start + length]).fitted(length)
 
 
 class EncodedTasks(NamedTuple):
@@ -112,7 +113,8 @@ def _pair(context: list[int], whole: list[int], tokenizer: Tokenizer) -> Pair:
 class PackedRequests:
     """The samples that hold the requests: `Samples`, of which there are len().
 
-    Each request is a document of its own. Behind the documents come ids `NO_TOKEN`.
+    Each request is a document of its own. Behind the documents come ids `NO_TOKEN`. A sample with one request has no
+    starts of documents: causal attention never sees the ids behind it, and every kernel computes it.
     """
 
     def __init__(self, requests: TaskRequests, length: int, packs: bool = True) -> None:
@@ -122,7 +124,7 @@ class PackedRequests:
             length: s.
             packs: several requests share a sample.
         """
-        self.requests, self.length = requests, length
+        self.requests, self.length, self.packs = requests, length, packs
         lengths = np.array([len(pair.context) + len(pair.continuation) for pair in requests.pairs], np.int64)
         order = np.argsort(-lengths, kind="stable")
         bins = best_fit(lengths[order], length + 1) if packs else np.arange(len(order))
@@ -141,7 +143,7 @@ class PackedRequests:
             ids[at:stop], starts[at:stop] = [*context, *continuation], at
             at = stop
         starts[at:] = at
-        return Sample(ids, self.owners(index) != NO_REQUEST, starts[:-1])
+        return Sample(ids, self.owners(index) != NO_REQUEST, starts[:-1] if self.packs else None)
 
     def owners(self, index: int) -> Int64s:
         """Return the request to which each target of a sample belongs, [s]; `NO_REQUEST` where none is wanted."""

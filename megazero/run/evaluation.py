@@ -44,10 +44,14 @@ class Evaluation(NamedTuple):
 
 
 class Stopped(NamedTuple):
-    """An evaluation that was asked to stop before its end; it has no result."""
+    """An evaluation, or scores of tasks, that were asked to stop before their end; there is no result."""
 
     stop: Wish
     done: float  # share of the global batches
+    of: str = "evaluation"
+
+    def __str__(self) -> str:
+        return f"stopped by {self.stop.why} after {self.done:.0%} of the {self.of}: no result"
 
 
 class Evaluator:

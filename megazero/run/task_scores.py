@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from megazero.data.loader import Batches
 from megazero.data.task_files import ChoiceItem, ClozeItem, Item, TextItem
 from megazero.data.task_requests import NO_REQUEST, EncodedTasks, PackedRequests, TaskRequests
+from megazero.engine.model.layers.fused_attention import is_attention_fused
 from megazero.engine.options.batch_sizes import PADDING
 from megazero.engine.options.schema import Config
 from megazero.engine.step.engine import Engine
@@ -27,6 +28,8 @@ from megazero.files import explain, replace_file
 from megazero.flags.batch_ramp import BatchSizes
 from megazero.flags.validate import check_device
 from megazero.observe.progress_line import Record
+from megazero.run.evaluation import Stopped
+from megazero.run.stopping import Wish
 from megazero.units import things
 
 COST_SHARE = 50  # an iteration of training per share of an iteration: 1 / 50 of the time
@@ -39,14 +42,37 @@ def pack_requests(config: Config, tasks: EncodedTasks, device_type: str) -> Pack
     Raises:
         ValueError: an item does not fit in a sample.
     """
-    apart = replace(config.data, reset_attention_mask=True, reset_position_ids=True)
-    try:
-        check_device(replace(config, data=apart), device_type)
-        packs = True
-    except ValueError:  # the device has no kernel that keeps the requests of a sample apart
-        packs = False
     length = config.model.seq_length
-    return PackedRequests(tasks.requests(length), length, packs)
+    return PackedRequests(tasks.requests(length), length, keeps_apart(config, device_type))
+
+
+def keeps_apart(config: Config, device_type: str) -> bool:
+    """Return whether the device computes attention within documents without dropout, and fuses it if training's is.
+
+    A kernel that is not fused makes all scores of attention, for which training may have no room.
+    """
+    scoring = replace(
+        config,
+        model=replace(config.model, attention_dropout=0.0),
+        data=replace(config.data, reset_attention_mask=True, reset_position_ids=True),
+    )
+    try:
+        check_device(scoring, device_type)
+    except ValueError:
+        return False
+    return _is_fused(scoring, device_type) or not _is_fused(config, device_type)
+
+
+def _is_fused(config: Config, device_type: str) -> bool:
+    model = config.model
+    return is_attention_fused(
+        device_type,
+        config.training.precision,
+        dropout=model.attention_dropout > 0,
+        documents=config.data.reset_attention_mask,
+        softcap=model.attention_softcap > 0,
+        log_sums=config.parallel.context_parallel_size > 1 or model.traits.sinks,
+    )
 
 
 def task_interval(config: Config, num_samples: int) -> int:
@@ -76,11 +102,14 @@ class TaskScorer:
         self.config, self.engine, self.packed = config, engine, packed
         self.interval = task_interval(config, len(packed))
 
-    def run(self) -> TaskScores:
-        """Score all requests; the result is the same on all ranks."""
-        return TaskScores(self.packed.requests, *self.request_scores())
+    def run(self, stop: Callable[[], Wish | None] = lambda: None) -> TaskScores | Stopped:
+        """Score all requests; the result is the same on all ranks. `stop`: as that of `Evaluator.run`."""
+        found = self.request_scores(stop)
+        return found if isinstance(found, Stopped) else TaskScores(self.packed.requests, *found)
 
-    def request_scores(self) -> tuple[list[float], list[float]]:
+    def request_scores(
+        self, stop: Callable[[], Wish | None] = lambda: None
+    ) -> tuple[list[float], list[float]] | Stopped:
         """Return each request's negative log-likelihood, and how many of its tokens are not the likeliest.
 
         Shapes: [R]. The same on all ranks.
@@ -88,6 +117,8 @@ class TaskScorer:
         mesh, size = self.engine.mesh, self.config.training.global_batch_size
         found = torch.zeros(2, len(self.packed.requests.pairs), dtype=torch.float64)
         for first in range(0, len(self.packed), size):
+            if (why := stop()) is not None:
+                return Stopped(why, first / len(self.packed), of="tasks")
             batches = self._batches(min(size, len(self.packed) - first)).batch(first)
             for batch, scores in zip(batches, self.engine.score_targets(batches), strict=False):
                 for number, sample in zip(batch.samples, scores.double().cpu().unbind(1), strict=True):

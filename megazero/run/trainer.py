@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from megazero.cluster.launch import card_name
@@ -30,9 +31,10 @@ from megazero.observe.sensors import DeviceSensors
 from megazero.observe.step_metrics import expert_metrics, memory_bytes
 from megazero.planner.time.devices import peak_flops
 from megazero.planner.trace.trace import model_flops
-from megazero.run.evaluation import Evaluation, Evaluator
+from megazero.run.evaluation import Evaluation, Evaluator, Stopped
 from megazero.run.kernel_choices import choose_kernels, choose_matmul_backend
 from megazero.run.run_state import Progress
+from megazero.run.stopping import Wish
 from megazero.run.task_scores import TaskScorer
 from megazero.run.text_samples import TextSampler
 
@@ -114,8 +116,11 @@ class Trainer:
         """Return whether the iteration is a multiple of `interval`; 0: never."""
         return interval > 0 and self.progress.iteration % interval == 0
 
-    def iterate(self) -> Record:
-        """Run one training step, and an evaluation, text samples and scores of tasks if they are due."""
+    def iterate(self, stop: Callable[[], Wish | None] = lambda: None) -> Record:
+        """Run one training step, and an evaluation, text samples and scores of tasks if they are due.
+
+        `stop` is called before every global batch of tasks; if it returns a wish, there are no scores.
+        """
         config, mesh, progress = self.config, self.mesh, self.progress
         self.profiler.begin(progress.iteration + 1)
         size = batch_sizes(config).at(progress.consumed_samples)
@@ -156,7 +161,11 @@ class Trainer:
         if self.tasks is not None and (self.due(self.tasks.interval) or self.due(config.training.train_iters)):
             self.watchdog.doing = f"scoring tasks after iteration {progress.iteration}"
             with self.pauses.of("tasks"):
-                record |= self.tasks.run().metrics()
+                scores = self.tasks.run(stop)
+            if isinstance(scores, Stopped):
+                log.info(f"scores of tasks after iteration {progress.iteration} {scores}")
+            else:
+                record |= scores.metrics()
         return record | self.pauses.take() | {"at": time.time()}
 
     def skip_samples(self) -> None:

@@ -17,10 +17,11 @@ from megazero.observe.progress_line import Record
 from megazero.observe.report.runs import DONE
 from megazero.observe.start_clock import StartClock
 from megazero.run.checkpoints import CheckpointLoader
-from megazero.run.evaluation import Evaluation, Stopped, evaluation_line
+from megazero.run.evaluation import Stopped, evaluation_line
 from megazero.run.exports import Exports
 from megazero.run.replicas import check_replicas
 from megazero.run.stopping import ENDING, EVALUATING, DeadRun, Wish, Wishes, stopped_words, training_promise
+from megazero.run.task_scores import TaskScores
 from megazero.run.trainer import Trainer
 
 
@@ -82,7 +83,7 @@ class TrainingRun:
                 if self.goes_on or (stop := self._stop()) is not None:
                     break
                 try:
-                    record = trainer.iterate()
+                    record = trainer.iterate(self._asked_to_stop)
                 except LossScaleExhausted:
                     self.checkpoints.save(progress, last=True)  # the weights of the last good update
                     raise
@@ -146,36 +147,39 @@ class TrainingRun:
 
     def evaluate(self) -> Wish | None:
         """Evaluate the weights of --load on --eval-split and --tasks; returns the request that stopped it earlier."""
-        trainer, evaluator = self.trainer, self.trainer.evaluator
+        trainer, folder = self.trainer, self.config.log.log_dir
         loaded, trainer.progress = self.loader.resume()
         self.describe(loaded)
         writers = self._open_writers(RunEvents(self.command, self.config, self.mesh))
-        start = time.perf_counter()
         self.wishes.signals.promise = EVALUATING
         try:
-            found = evaluator.run(self._stop)
-            if isinstance(found, Evaluation):
-                progress, seconds = trainer.progress, time.perf_counter() - start
-                record = evaluator.record(found, progress.iteration, progress.consumed_samples, seconds)
-                record |= self._score_tasks()
+            found = self._results()
+            if not isinstance(found, Stopped):
+                record, scores = found
                 writers.write(record)
+                if scores is not None and trainer.leads and folder:
+                    scores.write(Path(folder) / "tasks.jsonl")
         finally:
             writers.close()
         trainer.engine.wait()
         if isinstance(found, Stopped):
-            log.info(f"stopped by {found.stop.why} after {found.done:.0%} of the evaluation: no result")
+            log.info(str(found))
             return found.stop
         log.info(evaluation_line(record))
         return None
 
-    def _score_tasks(self) -> Record:
-        """Score --tasks of a checkpoint, and write the result of every item to --log-dir."""
-        if self.trainer.tasks is None:
-            return {}
-        found, folder = self.trainer.tasks.run(), self.config.log.log_dir
-        if self.trainer.leads and folder:
-            found.write(Path(folder) / "tasks.jsonl")
-        return found.metrics()
+    def _results(self) -> tuple[Record, TaskScores | None] | Stopped:
+        """Evaluate --eval-split, then score --tasks; return the line of metrics.jsonl, and the scores if any."""
+        trainer, evaluator, start = self.trainer, self.trainer.evaluator, time.perf_counter()
+        found = evaluator.run(self._stop)
+        if isinstance(found, Stopped):
+            return found
+        progress, seconds = trainer.progress, time.perf_counter() - start
+        record = evaluator.record(found, progress.iteration, progress.consumed_samples, seconds)
+        if trainer.tasks is None:
+            return record, None
+        scores = trainer.tasks.run(self._stop)
+        return scores if isinstance(scores, Stopped) else (record | scores.metrics(), scores)
 
     def _open_writers(self, events: RunEvents) -> Writers:
         if not self.trainer.leads:
@@ -184,16 +188,21 @@ class TrainingRun:
         return Writers(open_writers(self.config, done, in_use, command=self.command, about=events.about))
 
     def _stop(self) -> Wish | None:
-        """Save if it is time to; return the reason to stop here, if any.
-
-        All ranks agree, because a signal may reach only some of them, and only rank 0 has a clock.
-        """
-        wish = Wish(self.mesh.agree(self.wishes.now(), MAX))
-        progress = self.trainer.progress
+        """Save if it is time to; return the reason to stop here, if any."""
+        wish, progress = self._agreed(), self.trainer.progress
         if wish == Wish.SAVE and progress.iteration and self.checkpoints.saved_at != progress.iteration:
             self._save()
         self.wishes.obey(wish)
         return wish if wish.stops else None
+
+    def _asked_to_stop(self) -> Wish | None:
+        """Return the reason to stop, if any; `_stop` obeys it after the iteration."""
+        wish = self._agreed()
+        return wish if wish.stops else None
+
+    def _agreed(self) -> Wish:
+        """Return the highest wish of all ranks: a signal may reach only some of them, and only rank 0 has a clock."""
+        return Wish(self.mesh.agree(self.wishes.now(), MAX))
 
     def _check_alive(self) -> None:
         progress, limit = self.trainer.progress, self.config.training.max_skipped_iterations

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,10 +16,13 @@ import torch
 from megazero.data.task_files import read_tasks
 from megazero.data.task_requests import PackedRequests, Pair, TaskRequests, encode_tasks
 from megazero.data.tokenizer import load_tokenizer
+from megazero.engine.options.schema import CheckpointConfig, Config, EvaluationConfig
+from megazero.run.stopping import Wish
 from megazero.run.task_scores import TaskScorer
 from tests import reference
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, new_engine
+from tests.parallel.runs import configured, names, run_of, write_corpus
 
 # The byte tokenizer's vocabulary, and weights that make other logits in every place.
 BYTES = replace(MODEL, vocab_size=257, num_layers=4, init_method_std=0.3)
@@ -62,8 +68,19 @@ def expected(case: Case, path: Path) -> Expected:
 
 
 def scored(rank: int, case: Case, requests: TaskRequests, packs: bool) -> tuple[list[float], list[float]]:
-    packed = PackedRequests(requests, case.model.seq_length, packs)
-    return TaskScorer(case.config(), new_engine(rank, case), packed).request_scores()
+    """Without packing, no kernel may see documents."""
+    packed, engine = PackedRequests(requests, case.model.seq_length, packs), new_engine(rank, case)
+    upload, given = engine._upload, []
+
+    def spied(*arguments: Any, **options: Any) -> Any:
+        uploaded = upload(*arguments, **options)
+        given.extend(each.tokens.attention_documents for each in uploaded.micro_batches)
+        return uploaded
+
+    engine._upload = spied  # type: ignore[method-assign]
+    found = TaskScorer(case.config(), engine, packed).request_scores()
+    assert any(documents is not None for documents in given) == packs
+    return found
 
 
 @pytest.mark.parametrize(
@@ -92,3 +109,64 @@ def test_every_layout_scores_every_request(case: Case, packs: bool, ranks, tmp_p
     for nats, missed in ranks(case.world).run(scored, case, wanted.requests, packs):
         assert len(nats) == COUNT and max(abs(a - b) for a, b in zip(nats, wanted.nats, strict=True)) < 1e-10
         assert missed == wanted.missed
+
+
+# -- requests to stop
+
+
+class Stops(NamedTuple):
+    wish: Wish | None
+    batches: int  # of tasks
+    output: str
+    iterations: list[int]
+    scored: bool
+
+
+def stopped(rank: int, world: int, config: Config, requests: TaskRequests) -> Stops:
+    """The last rank sees a signal in the first global batch of tasks."""
+    run, calls = run_of(rank, world, config), []
+    run.trainer.tasks = TaskScorer(run.config, run.trainer.engine, PackedRequests(requests, 8))
+    score, writers, records = run.trainer.engine.score_targets, run._open_writers, []
+
+    def signalled(batches: Any) -> Any:
+        calls.append(batches)
+        if rank == world - 1:
+            run.wishes.signals.noted = signal.SIGUSR1
+        return score(batches)
+
+    def kept(events: Any) -> Any:
+        found = writers(events)
+        write = found.write
+        found.write = lambda record: (records.append(record), write(record))  # type: ignore[assignment]
+        return found
+
+    run.trainer.engine.score_targets, run._open_writers = signalled, kept  # type: ignore[method-assign]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        wish = run.evaluate() if config.evaluation.eval_only else run.train()
+    iterations, scored = [record["iteration"] for record in records], any("task_acc" in record for record in records)
+    return Stops(wish, len(calls), output.getvalue(), iterations, scored)
+
+
+def test_scores_of_tasks_end_when_a_rank_is_asked_to_stop(ranks, tmp_path: Path) -> None:
+    """A run is saved and stops after its iteration, without scores; --eval-only has no result."""
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
+    path = str(tmp_path / "items.jsonl")
+    requests = encode_tasks(read_tasks([path]), load_tokenizer("byte")).requests(8)
+    config = configured(write_corpus(tmp_path / "corpus"), tmp_path / "saved", 3)
+    config = replace(config, evaluation=EvaluationConfig(tasks=(path,), task_interval=1))
+    first, second = ranks(2).run(stopped, 2, config, requests)
+    samples = len(PackedRequests(requests, 8))
+    words = f"stopped by SIGUSR1 after {4 / samples:.0%} of the tasks: no result"
+    assert (
+        samples > 8
+        and f"scores of tasks after iteration 1 {words}" in first.output
+        and "stopped after iteration 1 by SIGUSR1: saved" in first.output
+    )
+    expected = Stops(Wish.STOP_SIGUSR1, 1, first.output, [1], False)
+    assert first == expected and second == expected._replace(output=second.output)
+    assert names(tmp_path / "saved") == [1]
+    only = EvaluationConfig(tasks=(path,), eval_only=True, eval_iters=1, eval_split="train")
+    alone = replace(config, checkpoint=CheckpointConfig(load=str(tmp_path / "saved")), evaluation=only)
+    found = stopped(0, 1, alone, requests)
+    assert found == Stops(Wish.STOP_SIGUSR1, 1, found.output, [], False)
+    assert words in found.output

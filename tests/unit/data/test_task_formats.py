@@ -109,6 +109,33 @@ def test_texts(tmp_path: Path) -> None:
     )
 
 
+def test_characters_that_names_do_not_have_are_replaced(tmp_path: Path) -> None:
+    """In the domain that is the name of a file, and in one of a line; null is no domain."""
+    documents = [{"text": "one"}, {"text": "two", "domain": "Wikipedia (en)"}, {"text": "three", "domain": None}]
+    plain = written(tmp_path / "law & order.txt", "four")
+    lines = written(tmp_path / "common crawl é.jsonl", *documents)
+    found = converted(tmp_path, "text", "--input", plain, lines)
+    domains = [item.domain for item in found if isinstance(item, TextItem)]
+    assert domains == ["law___order", "common_crawl__", "Wikipedia__en_", None]
+
+
+def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    """Not at other characters that end lines of text, which JSON allows in a string."""
+    text = "one\u2028two\u2029three\u0085four\x1cfive"
+    raw = json.dumps({"text": text.replace("\x1c", " ")}, ensure_ascii=False)
+    lines = tmp_path / "lines.jsonl"
+    lines.write_bytes(f"{raw}\r\n\n{raw}\r\n".encode())
+    assert (
+        converted(tmp_path, "text", "--input", lines)
+        == (TextItem(task="text", text=text.replace("\x1c", " "), domain="lines"),) * 2
+    )
+    plain = tmp_path / "plain.txt"
+    plain.write_bytes(f"{text} end\r\n".encode())
+    assert converted(tmp_path, "lambada", "--input", plain) == (
+        ClozeItem(task="lambada", context=text, continuation="end"),
+    )
+
+
 @for_each(
     "name, line, words",
     [
@@ -116,6 +143,7 @@ def test_texts(tmp_path: Path) -> None:
         ("arc", {"question": {}}, r"the item behind line 1 is none of arc: KeyError 'choices'; give the authors' file"),
         ("arc", ARC | {"answerKey": "E"}, "the item behind line 1 is none of arc: 'E' is not in list"),
         ("hellaswag", HELLASWAG | {"label": ""}, "is none of hellaswag: invalid literal for int"),
+        ("hellaswag", HELLASWAG | {"label": 3}, "line 2: answer 3 of 2 choices, counted from 0; correct it"),
         ("hellaswag", HELLASWAG | {"endings": ["a", " "]}, r"line 2: .*length >= 1 - at `\$.choices\[1\]`; correct it"),
     ],
 )
@@ -131,6 +159,7 @@ def test_flags_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for words, reason in (
         (["--from", "glue"], "--from glue: unknown format; use hellaswag"),
         (["--from", "arc", "--shots", "2"], "--shots 2 with --from arc: leave it out"),
+        (["--from", "arc", "--task", "arc easy"], "--task 'arc easy': names have up to 64 letters, digits and _ "),
         (["--from", "arc"], "exists; add --overwrite"),
     ):
         with pytest.raises(ValueError, match=reason):

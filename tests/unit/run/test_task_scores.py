@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from megazero.data.task_files import ChoiceItem, ClozeItem, TaskItems, TextItem
 from megazero.data.task_requests import Pair, TaskRequests
-from megazero.engine.options.schema import Config, EvaluationConfig, TrainingConfig
-from megazero.run.task_scores import TaskScores, task_interval
+from megazero.engine.options.schema import Config, EvaluationConfig, ModelConfig, TrainingConfig
+from megazero.run.task_scores import TaskScores, keeps_apart, task_interval
 from tests.helpers.table import for_each
 
 
@@ -21,6 +22,28 @@ def test_the_default_interval_is_the_least_that_costs_two_percent(samples: int, 
     cost = samples / 3 / batch  # of a step: a forward is a third of it
     assert cost / found <= 0.02 * (1 + 1e-12) and (found == 1 or cost / (found - 1) > 0.02)
     assert task_interval(replace(config, evaluation=EvaluationConfig(task_interval=7)), samples) == 7
+
+
+@for_each(
+    "model, precision, device, expected",
+    [
+        ({}, "bf16", "cuda", True),
+        ({}, "fp32", "cpu", True),
+        ({}, "bf16", "cpu", True),  # explicit, as in training
+        ({"kv_channels": 100}, "bf16", "cuda", False),
+        ({"kv_channels": 100, "attention_dropout": 0.1}, "bf16", "cuda", False),  # scoring has no dropout
+        ({"kv_channels": 100, "attention_softcap": 5.0}, "bf16", "cuda", True),  # explicit
+        ({}, "fp32", "cuda", False),  # with documents no kernel is fused
+        ({"attention_softcap": 5.0}, "fp32", "cuda", True),
+        ({"attention_dropout": 0.1}, "fp32", "cuda", True),  # training's is explicit too
+    ],
+)
+def test_requests_share_samples_where_attention_is_as_fused_as_that_of_training(
+    model: dict[str, Any], precision: Any, device: str, expected: bool
+) -> None:
+    sizes = ModelConfig(num_layers=1, hidden_size=128, num_attention_heads=2, vocab_size=257, seq_length=8, **model)
+    config = replace(Config(), model=sizes, training=TrainingConfig(precision=precision))
+    assert keeps_apart(config, device) == expected
 
 
 def test_scores() -> None:
