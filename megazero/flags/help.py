@@ -20,6 +20,7 @@ NORMAL = {
     "batch": ("micro-batch-size", "global-batch-size", "train-iters", "train-tokens", "precision"),
     "parallelism": ("layout", "tensor-model-parallel-size", "pipeline-model-parallel-size", "zero-stage"),
     "learning rate": ("recipe", "lr", "lr-warmup-iters", "lr-decay-style"),
+    "evaluation": ("eval-interval", "eval-iters"),
     "saving": ("save", "load"),
     "logging": ("log-dir",),
 }

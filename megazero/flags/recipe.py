@@ -17,6 +17,7 @@ POWER_LINES = "Power Lines, arXiv:2505.13738"
 TOKENS_PER_PARAMETER = 20  # Chinchilla, arXiv:2203.15556
 SHARED = 8  # a batch of twice as many samples or more is a multiple, so that usual numbers of ranks share it equally
 FITTED = (60e6, 1.1e9), (2e9, 1e11)  # N and D of the runs behind the Step Law
+FROM_INITIAL = "the laws are of one run from initial weights"
 # Flags that the recipe sets: the command line's keep their value, and those of a preset do not count.
 RECIPE_FLAGS = (
     *("train-iters", "train-tokens", "global-batch-size", "rampup-batch-size", "lr", "min-lr", "lr-warmup-iters"),
@@ -104,15 +105,21 @@ def recipe(config: Config, kept: Collection[str], size: ModelSize) -> list[Recip
     return found
 
 
+def not_initial(flag: str) -> ValueError:
+    """Return the refusal of a recipe for a run that begins with the weights of another. flag: that which loads them."""
+    return ValueError(
+        f"--recipe auto with {flag}: {FROM_INITIAL}; give --lr, --lr-warmup-iters and --lr-decay-style instead of "
+        "--recipe auto"
+    )
+
+
 def _check(config: Config, kept: Collection[str]) -> None:
     given, optimizer = "--recipe auto", config.optimizer
-    for flag, is_set in (
-        ("--data-stages", config.data.data_stages),
-        ("--decay-from", config.checkpoint.decay_from),
-        ("--finetune", config.checkpoint.finetune),
-    ):
+    if config.checkpoint.finetune:
+        raise not_initial("--finetune")
+    for flag, is_set in (("--data-stages", config.data.data_stages), ("--decay-from", config.checkpoint.decay_from)):
         if is_set:
-            raise ValueError(f"{given} with {flag}: the laws are of one run from initial weights; drop one of the two")
+            raise ValueError(f"{given} with {flag}: {FROM_INITIAL}; drop one of the two")
     if {"lr", "weight-decay"} - {*kept}:
         if optimizer.optimizer == "lion":
             raise ValueError(f"{given} with --optimizer lion: no law is known for it; give --lr and --weight-decay")

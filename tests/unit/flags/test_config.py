@@ -237,7 +237,7 @@ def test_help_has_the_flags_of_a_normal_run_in_order(capsys: pytest.CaptureFixtu
         text = unboxed(capsys.readouterr().out)
         shown = re.findall(r" --([a-z0-9-]+) (?:INT|FLOAT|STR|\[STR|\{)", text.split("The other flags")[0])
         assert shown == [flag for group in NORMAL.values() for flag in group]
-        assert len(shown) == 24 and f"--help-all shows {NUM_OPTIONS + 2 - len(FAMILY)}." in text
+        assert len(shown) == 26 and f"--help-all shows {NUM_OPTIONS + 2 - len(FAMILY)}." in text
         assert {flag for flag in flags() if not re.search(rf"--{flag}(?![-a-z])", text)} == {*FAMILY}
         assert "(default: 0.0003)" in text and "Peak learning rate." in text
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from megazero.flags.cli import Command, read
 from megazero.flags.flag_names import value_of
 from megazero.flags.recipe import power_lines_decay, step_law_batch, step_law_rate
 from megazero.flags.validate import check_values
+from megazero.run.run_state import RunState
 from tests.helpers.programs import warm
 from tests.helpers.table import for_each
 
@@ -155,12 +158,34 @@ def test_muon_has_the_rate_of_adamw() -> None:
         ("--optimizer muon --muon-scale keller --lr 0.02", "--recipe auto with --muon-scale keller: .* use moonlight"),
         ("--train-iters 50", "--recipe auto with --train-iters 50: .* --train-tokens"),
         ("--data-stages a.toml", "--recipe auto with --data-stages: "),
-        ("--finetune --load a", "--recipe auto with --finetune: "),
+        ("--finetune --load a", "--recipe auto with --finetune: .* give --lr, --lr-warmup-iters and --lr-decay-style"),
     ],
 )
 def test_a_recipe_without_a_law_is_refused(flags: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         follow_recipe(read([*MODEL.split(), "--recipe", "auto", *flags.split()]))
+
+
+def test_weights_of_another_run_are_refused_and_a_checkpoint_of_its_own_is_resumed(tmp_path: Path) -> None:
+    """A Hugging Face folder, and an imported or merged checkpoint; --eval-only needs no recipe."""
+    folder, runs = tmp_path / "published", {}
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for weights_only in (True, False):
+        runs[weights_only] = tmp_path / f"run-{weights_only}"
+        state = RunState(3, 0, 0, None, {}, {}, {}, weights_only=weights_only)
+        (runs[weights_only] / "iter_0000003").mkdir(parents=True)
+        (runs[weights_only] / "iter_0000003" / "state.json").write_text(json.dumps(asdict(state)))
+    for load in (folder, runs[True], runs[True] / "iter_0000003"):
+        with pytest.raises(
+            ValueError, match=f"^--recipe auto with --load {load}, .* give --lr, --lr-warmup-iters and "
+        ):
+            follow_recipe(read([*MODEL.split(), "--recipe", "auto", "--load", str(load)]))
+        follow_recipe(read([*MODEL.split(), "--recipe", "auto", "--eval-only", "--load", str(load)]))
+    fresh = ready(f"{MODEL} --recipe auto")
+    for load in (runs[False], runs[False] / "iter_0000003", tmp_path / "none yet"):
+        resumed = ready(f"{MODEL} --recipe auto --load", load)
+        assert (resumed.config.training, resumed.config.optimizer) == (fresh.config.training, fresh.config.optimizer)
 
 
 def test_a_missing_vocabulary_is_left_to_a_later_check() -> None:

@@ -73,10 +73,10 @@ def test_every_feature_has_a_flag_and_a_test() -> None:
 
 def test_the_plan_of_its_page_is_printed(tmp_path: Path) -> None:
     command, shown = re.search(
-        r"```\npython (pretrain_gpt.py [^`]*--plan [^`]*)\n```\n```\n([^`]*)```", (DOCS / "plan.md").read_text()
+        r"```\nmegazero plan ([^`]*)\n```\n```\n([^`]*)```", (DOCS / "plan.md").read_text()
     ).groups()
     words = shlex.split(command.replace("\\\n", " ").replace("plans/100b", str(tmp_path)))
-    printed = [line.rstrip() for line in warm(*words).stdout.splitlines()]
+    printed = [line.rstrip() for line in warm("pretrain_gpt.py", "--plan", *words).stdout.splitlines()]
     assert "\n".join(printed).startswith(shown.rstrip("\n"))
 
 

@@ -96,7 +96,7 @@ def _fault_of_command(words: list[str]) -> str:
     if first == "megazero":
         name, *rest = rest
         if name == "plan":
-            name, rest = "train", ["--plan", *rest]
+            name, rest = "train", rest if "--plan-search" in rest else ["--plan", *rest]
         if f"megazero {name}" not in SCRIPT_OF:
             return f"megazero {name}: no such command"
         if not rest:  # it is mentioned
