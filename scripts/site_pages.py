@@ -132,8 +132,14 @@ def flags_page() -> str:
 
 def messages_page() -> str:
     """Return the texts of refusals, by module, with ... for values."""
-    lines = ["# Messages", "", "Refusals of the programs, generated from the source; `...` are values, and texts of other"]
-    lines += ["modules. Search this page for a part of a message without values. [Questions](../questions.md) has reasons."]
+    lines = [
+        "# Messages",
+        "",
+        "Refusals of the programs, generated from the source; `...` are values, and texts of other",
+    ]
+    lines += [
+        "modules. Search this page for a part of a message without values. [Questions](../questions.md) has reasons."
+    ]
     for path in sorted(path for folder in ("megazero", "data_tools") for path in (ROOT / folder).rglob("*.py")):
         texts = list(dict.fromkeys(_refusals(ast.parse(path.read_text()))))
         if texts:
