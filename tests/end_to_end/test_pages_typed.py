@@ -152,6 +152,7 @@ ELSEWHERE = {
     "fine_tune.md": ("tests/end_to_end/test_fine_tuning.py", "compares every step with transformers"),
     "megatron.md": ("tests/unit/flags/test_foreign.py", "eight GPUs"),
     "recipes.md": ("tests/unit/flags/test_recipe.py", "trains for days"),
+    "tasks.md": ("tests/end_to_end/test_task_runs.py", "its data sets are the reader's"),
     "tour.md": ("tests/unit/house/test_docs.py", "its output is compared there"),
 }
 
