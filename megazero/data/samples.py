@@ -259,6 +259,6 @@ def require_vocabulary(prefix: str, ids: Tokens, vocab_size: int, where: str) ->
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"--data-path {prefix}: {where} holds token id {low if low < 0 else high}, outside the "
-            f"vocabulary of {vocab_size}; give the --tokenizer that the corpus was preprocessed with, or "
-            f"preprocess it again"
+            f"vocabulary of {vocab_size}; leave --vocab-size out, give the --tokenizer that the corpus was "
+            f"preprocessed with, or preprocess it again"
         )

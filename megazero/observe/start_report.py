@@ -27,7 +27,7 @@ from megazero.planner.bytes.bytes_report import bytes_table, expert_words, paddi
 from megazero.planner.bytes.estimate import KINDS, StageBytes, stage_bytes
 from megazero.planner.imbalance import causal_imbalance, update_imbalance
 from megazero.planner.parameter_counts import num_parameters
-from megazero.units import count, ranges, size
+from megazero.units import count, ranges, size, things
 
 WIDTH, MARGIN = 120, 10  # columns of the screen; of the name before each paragraph
 MOST_DRAWN = 4  # stages, or copies of one, that a drawing has; it leaves out those in the middle
@@ -95,8 +95,8 @@ def screen(
         "layout": "\n".join(drawing(config, layout)),
         "auto": auto,
         "memory": _memory(config, layout, machine),
-        "plan": f"{training.train_iters:,} iterations of {training.global_batch_size:,} samples ({batch}"
-        f"{padding_words(config, layout)}) of {model.seq_length:,} tokens: {count(tokens)} tokens{epochs}",
+        "plan": f"{things(training.train_iters, 'iteration')} of {things(training.global_batch_size, 'sample')} "
+        f"({batch}{padding_words(config, layout)}) of {model.seq_length:,} tokens: {count(tokens)} tokens{epochs}",
         "stages": "\n".join(_stage_words(stage, stage.over(config)) for stage in stages) if len(stages) > 1 else "",
         "tasks": tasks,
         "options": " ".join(option_lines(asked)),

@@ -148,7 +148,8 @@ def _planned_lines(plan: Plan) -> list[str]:
     steps, tokens = training.train_iters, plan.tokens * training.train_iters
     if plan.free < 0:
         return []
-    unit, length = ("days", plan.days) if plan.days >= 1 else ("hours", 24 * plan.days)
+    days = plan.days
+    unit, length = ("days", days) if days >= 1 else ("hours", 24 * days) if days >= 1 / 12 else ("minutes", 1440 * days)
     duration = f"{length:.1f} {unit}"
     if plan.reached:
         expected, *ends = (f"{each:.1f}" for each in plan.reached.slowed(length))

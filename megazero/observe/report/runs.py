@@ -107,7 +107,7 @@ def read_run(folder: Path) -> Run:
                     record |= {key: before[key] for key in SHARED if key in before and record.get(key) == before[key]}
                     before = record
     if not found:
-        raise ValueError(f"{metrics} has no iteration yet")
+        raise ValueError(f"{metrics} has no iteration yet; name the --log-dir of a run that trains")
     return Run(folder.resolve().name, tuple(found[i] for i in sorted(found)), tuple(read_events(folder)), stride)
 
 

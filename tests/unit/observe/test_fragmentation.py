@@ -227,11 +227,12 @@ def test_the_record_of_a_traced_iteration_has_it_on_the_rank_that_writes(
     leads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "device_fragmentation", lambda device: Fragmentation(30, 10, 5))
+    monkeypatch.setattr(trainer, "memory_bytes", lambda engine, result: {})
     run = object.__new__(trainer.Trainer)  # no model, no data
     run.config = replace(Config(), model=ModelConfig(vocab_size=257))
     run.mesh, run.leads = SimpleNamespace(layout=Layout(), device=torch.device("cuda", 0)), leads
-    run.engine = SimpleNamespace(memory_bytes=lambda result: {})
-    run.peak_flops = 0.0
+    run.engine = SimpleNamespace()
+    run.peak_flops, run.sensors = 0.0, SimpleNamespace(read=dict)
     run.datasets = SimpleNamespace(served=lambda consumed: {}, named=[])
     result = StepResult(1.0, 1.0, 1.0, 1.0, False, None, 0)
     for iteration in (1, 2, 3, 4):
