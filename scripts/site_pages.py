@@ -7,11 +7,12 @@ copy of the file. Python-Markdown wants an empty line before a list, and four sp
 from __future__ import annotations
 
 import ast
+import itertools
 import logging
 import posixpath
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +131,15 @@ def flags_page() -> str:
 
 
 def messages_page() -> str:
-    """Return the texts of all refusals, by module, with ... for values."""
+    """Return the texts of refusals, by module, with ... for values."""
     lines = [
         "# Messages",
         "",
-        "Refusals of the programs, generated from the source; `...` are values. Search this page",
+        "Refusals of the programs, generated from the source; `...` are values, and texts of other",
     ]
-    lines += ["for a part of a message without values."]
+    lines += [
+        "modules. Search this page for a part of a message without values. [Questions](../questions.md) has reasons."
+    ]
     for path in sorted(path for folder in ("megazero", "data_tools") for path in (ROOT / folder).rglob("*.py")):
         texts = list(dict.fromkeys(_refusals(ast.parse(path.read_text()))))
         if texts:
@@ -145,22 +148,44 @@ def messages_page() -> str:
 
 
 def _refusals(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            text = _text(node.exc.args[0])
-            if getattr(node.exc.func, "id", "").endswith("Error") and text.count(" ") > 3:
-                yield text
+    """Yield the text of each exception that is raised, by its class or by a function that returns one."""
+    shared = _named_texts(tree.body)
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        named = shared | _named_texts(ast.walk(function))
+        for node in ast.walk(function):
+            call = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Return) else None
+            if not isinstance(call, ast.Call):
+                continue
+            if isinstance(node, ast.Raise) or getattr(call.func, "id", "").endswith("Error"):
+                texts = (text for argument in call.args for text in _texts(argument, named))
+                yield from (text for text in texts if len(re.findall(r"[a-z]{2,}", text)) > 3)
 
 
-def _text(node: ast.expr) -> str:
-    """Return a string expression with ... for values."""
+def _named_texts(nodes: Iterable[ast.AST]) -> dict[str, list[str]]:
+    """Return the texts that names are assigned."""
+    found: dict[str, list[str]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            texts = [text for text in _texts(node.value, {}) if text.count(" ") > 1]
+            found.setdefault(node.targets[0].id, []).extend(texts)
+    return found
+
+
+def _texts(node: ast.expr, named: Mapping[str, list[str]]) -> list[str]:
+    """Return the strings that an expression can have, with ... for values."""
     if isinstance(node, ast.Constant):
-        return str(node.value)
+        return [str(node.value)]
+    if isinstance(node, ast.FormattedValue):
+        return _texts(node.value, named) if isinstance(node.value, ast.Name) else ["..."]
+    if isinstance(node, ast.Name):
+        return named.get(node.id) or ["..."]
     if isinstance(node, ast.JoinedStr):
-        return "".join(map(_text, node.values))
+        return list(map("".join, itertools.product(*(_texts(part, named) for part in node.values))))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left) + _text(node.right)
-    return "..."
+        return list(map("".join, itertools.product(_texts(node.left, named), _texts(node.right, named))))
+    if isinstance(node, ast.IfExp):
+        return [*_texts(node.body, named), *_texts(node.orelse, named)]
+    return ["..."]
 
 
 def decisions_page() -> str:

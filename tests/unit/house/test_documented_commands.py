@@ -197,7 +197,7 @@ def test_the_commands_are_found() -> None:
     found = list(commands((ROOT / "README.md").read_text()))
     for part in (
         "megazero tokenizer",
-        "launch.sh --nproc 2",
+        "megazero launch --nproc 2",
         "--eval-only",
         "export --to hf",
         "sbatch ",

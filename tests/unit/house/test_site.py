@@ -85,6 +85,8 @@ def test_what_a_user_searches_is_found(site: Path) -> None:
         ("--zero-shard-size", "reference/flags.html"),
         ("samples_served", "metrics.html"),
         ("needs --vocab-size, the number of tokens to draw from", "reference/messages.html"),
+        ("make a corpus with data_tools/preprocess_data.py, and give the", "reference/messages.html"),  # by a function
+        ("gradients overflow at the smallest loss scale", "reference/messages.html"),  # a class of its own
         ("residual stream", "glossary.html"),
     ):
         plain = [re.sub(r"<[^>]+>|\\", "", entry["text"]) for entry in entries if entry["location"].startswith(page)]
