@@ -49,5 +49,6 @@ def test_a_cpu_has_measured_constants_and_no_expectation(capsys: pytest.CaptureF
     pretrain_gpt.main("--preset tiny --vocab-size 512 --plan --device-type cpu".split())
     printed = capsys.readouterr().out
     assert "planned step:" in printed and "expected" not in printed
-    (hours,) = re.findall(r"^--train-iters 300: 0.00 B tokens, (0\.\d) hours$", printed, re.MULTILINE)
-    assert hours != "0.0"  # a run shorter than a day
+    pattern = r"^--train-iters 300: 0.00 B tokens, ([\d.]+) (?:minutes|hours|days)$"  # how long: this machine's speed
+    (length,) = re.findall(pattern, printed, re.MULTILINE)
+    assert float(length) > 0
