@@ -79,7 +79,18 @@ class CheckpointScorer:
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[object, list[int], list[int]]], **ignored: object
     ) -> list[tuple[float, bool]]:
-        """Score (text, context, continuation), the latter two in token ids."""
+        """Score (text, context, continuation), the latter two in token ids.
+
+        Raises:
+            ValueError: a continuation is longer than a sample.
+        """
+        for number, (text, _, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                raise ValueError(
+                    f"request {number} of {len(requests)}, counted from 0: its continuation has {len(continuation)} "
+                    f"tokens, more than --seq-length {self.max_length} of the checkpoint; leave the item out. Its text "
+                    f"ends with {str(text)[-60:]!r}"
+                )
         return self.score_pairs([Pair(context, continuation) for _, context, continuation in requests])
 
     def score_pairs(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
@@ -87,7 +98,7 @@ class CheckpointScorer:
         found = []
         for at in range(0, len(pairs), self.batch_size):
             batch = [pair.fitted(self.max_length) for pair in pairs[at : at + self.batch_size]]
-            for nats, likeliest in self.inference.scores(batch):
+            for nats, likeliest in self.inference.target_scores(batch):
                 found.append((-float(nats.double().sum()), bool(likeliest.all())))
         return found
 

@@ -181,6 +181,8 @@ def finite(record: Record) -> Record:
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: clean(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [clean(inner) for inner in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     cleaned = clean(record)

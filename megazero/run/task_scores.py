@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from megazero.engine.step.engine import Engine
 from megazero.files import explain, replace_file
 from megazero.flags.batch_ramp import BatchSizes
 from megazero.flags.validate import check_device
+from megazero.observe.loggers import finite
 from megazero.observe.progress_line import Record
 from megazero.run.evaluation import Stopped
 from megazero.run.stopping import Wish
@@ -171,8 +172,8 @@ class TaskScores(NamedTuple):
             match item:
                 case ChoiceItem():
                     losses, sizes = np.array(nats), [len(choice.encode()) for choice in item.choices]
-                    right[item.task].append(int(losses.argmin()) == item.answer)
-                    normed[item.task].append(int((losses / sizes).argmin()) == item.answer)
+                    right[item.task].append(_least(losses) == item.answer)
+                    normed[item.task].append(_least(losses / sizes) == item.answer)
                 case ClozeItem():
                     right[item.task] += greedy
                     cloze[item.task] += nats
@@ -196,7 +197,7 @@ class TaskScores(NamedTuple):
             ValueError: the file cannot be written.
         """
         lines = [
-            json.dumps({"task": item.task, "log_likelihoods": [-x for x in nats], "greedy": greedy})
+            json.dumps(finite({"task": item.task, "log_likelihoods": [-x for x in nats], "greedy": greedy}))
             for item, nats, greedy in self.results()
         ]
         try:
@@ -214,6 +215,12 @@ class ItemResult(NamedTuple):
     item: Item
     nats: list[float]
     greedy: list[bool]
+
+
+def _least(losses: np.ndarray[Any, np.dtype[np.float64]]) -> int | None:
+    """Return the index of the first of the least losses; None if none is finite."""
+    known = np.isfinite(losses)
+    return int(np.where(known, losses, np.inf).argmin()) if known.any() else None
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -211,6 +211,10 @@ def test_the_model_of_lm_eval_without_lm_eval(run, by_transformers) -> None:
     assert whole == scorer.text.decode(greedy[0].new_ids) and len(whole) > 3
     request = SimpleNamespace(args=("The quick", {"max_gen_toks": 9, "until": ["~~", whole[2]]}))
     assert scorer.generate_until([request]) == [whole[: whole.index(whole[2])]]
+    with pytest.raises(
+        ValueError, match=r"request 1 of 2.*: its continuation has 17 tokens, more than --seq-length 16"
+    ):
+        scorer._loglikelihood_tokens([("a", [1], [2] * 16), ("b", [1], [2] * 17)])
     with pytest.raises(ValueError, match=f"load={folder} holds no checkpoint"):
         CheckpointScorer(str(folder))
 

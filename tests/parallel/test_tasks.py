@@ -16,13 +16,13 @@ import torch
 from megazero.data.task_files import read_tasks
 from megazero.data.task_requests import PackedRequests, Pair, TaskRequests, encode_tasks
 from megazero.data.tokenizer import load_tokenizer
-from megazero.engine.options.schema import CheckpointConfig, Config, EvaluationConfig
+from megazero.engine.options.schema import CheckpointConfig, Config, EvaluationConfig, LogConfig
 from megazero.run.stopping import Wish
 from megazero.run.task_scores import TaskScorer
 from tests import reference
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, new_engine
-from tests.parallel.runs import configured, names, run_of, write_corpus
+from tests.parallel.runs import configured, names, quietly, run_of, write_corpus
 
 # The byte tokenizer's vocabulary, and weights that make other logits in every place.
 BYTES = replace(MODEL, vocab_size=257, num_layers=4, init_method_std=0.3)
@@ -170,3 +170,25 @@ def test_scores_of_tasks_end_when_a_rank_is_asked_to_stop(ranks, tmp_path: Path)
     found = stopped(0, 1, alone, requests)
     assert found == Stops(Wish.STOP_SIGUSR1, 1, found.output, [], False)
     assert words in found.output
+
+
+def test_metrics_are_written_before_the_results_of_items(tmp_path: Path) -> None:
+    """A folder is where tasks.jsonl should be."""
+    path, log_dir = tmp_path / "items.jsonl", tmp_path / "log"
+    path.write_text(json.dumps(ITEMS[0]))
+    (log_dir / "tasks.jsonl").mkdir(parents=True)
+    requests = encode_tasks(read_tasks([str(path)]), load_tokenizer("byte")).requests(8)
+    config = configured(write_corpus(tmp_path / "corpus"), tmp_path / "saved", 1)
+    quietly(run_of(0, 1, config))
+    config = replace(
+        config,
+        checkpoint=CheckpointConfig(load=str(tmp_path / "saved")),
+        evaluation=EvaluationConfig(tasks=(str(path),), eval_only=True, eval_iters=1, eval_split="train"),
+        log=LogConfig(log_dir=str(log_dir), report=False),
+    )
+    run = run_of(0, 1, config)
+    run.trainer.tasks = TaskScorer(run.config, run.trainer.engine, PackedRequests(requests, 8))
+    with pytest.raises(ValueError, match=f"^--log-dir {log_dir}: "), contextlib.redirect_stdout(io.StringIO()):
+        run.evaluate()
+    (record,) = map(json.loads, (log_dir / "metrics.jsonl").read_text().splitlines())
+    assert record["iteration"] == 1 and "a" in record["task_acc"]

@@ -88,7 +88,7 @@ class EvaluationConfig:
     every --task-interval and after the last iteration, or of the checkpoint with --eval-only. Needs a tokenizer."""
     task_interval: Iterations = 0
     """Iterations between scores of --tasks. 0: the least number in which they take at most 2 % of the time."""
-    task_limit: Iterations = 0
+    task_limit: Annotated[int, Bounds(0, 10**9, "no task has as many items")] = 0
     """Items of each task to score, the first ones of its file. 0: all."""
 
 

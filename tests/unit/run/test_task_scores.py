@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,3 +70,22 @@ def test_scores() -> None:
     assert scores["task_bits_per_byte"] == pytest.approx({"c": 16 / 8 / math.log(2), "c/d": 4 / 2 / math.log(2)})
     shifted = TaskScores(requests, [0.5, 1.8, 1.4, 3.0, 2.0, *nats[5:]], [0.0] * 10).metrics()
     assert shifted["task_acc"]["a"] == 0.0 and shifted["task_acc_norm"]["a"] == 0.0
+
+
+def test_a_number_that_is_not_finite_chooses_nothing(tmp_path: Path) -> None:
+    """Files have null in its place; a model of such numbers alone answers nothing."""
+    items = (ChoiceItem(task="a", context="", choices=("x", "y"), answer=0),) * 2
+    requests = TaskRequests(TaskItems(items, ("",) * 2, ""), (Pair([0], [0]),) * 4, (0, 2, 4))
+    for nats, share in (
+        ([math.nan] * 4, 0.0),
+        ([math.inf] * 4, 0.0),
+        ([math.nan, 3.0, 2.0, math.nan], 0.5),
+    ):
+        scores = TaskScores(requests, nats, [1.0] * 4)
+        found = scores.metrics()
+        assert found["task_acc"] == {"a": share} and found["task_acc_norm"] == {"a": share}
+        scores.write(tmp_path / "tasks.jsonl")
+        lines = (tmp_path / "tasks.jsonl").read_text().splitlines()
+        for at, line in zip((0, 2), lines, strict=True):
+            wanted = [-x if math.isfinite(x) else None for x in nats[at : at + 2]]
+            assert json.loads(line, parse_constant=pytest.fail)["log_likelihoods"] == wanted

@@ -99,7 +99,7 @@ class Output(NamedTuple):
             seed = None
         return _VocabularyLoss.apply(x, norm, self, labels, weights, seed, handle_of(norm, self))
 
-    def scores(self, x: torch.Tensor, norm: Norm, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def target_scores(self, x: torch.Tensor, norm: Norm, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T', h], labels [b, s] int64 -> [2, b, s]: cross-entropies in nats; 1 where labels are likeliest, else 0.
 
         In fp32 or wider, the same on all of tp. Of equally likely tokens the first counts. Has no gradient.
@@ -222,7 +222,7 @@ def _chunk_losses(
 
 
 def _chunk_scores(output: Output, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """x [C, h], labels [C] -> [2, C], see `Output.scores`."""
+    """x [C, h], labels [C] -> [2, C], see `Output.target_scores`."""
     table = output.table
     logits = output.products(x)  # [C, v/tp]
     allocation = table.context.tracker.allocate("logits", logits.numel() * logits.element_size())
