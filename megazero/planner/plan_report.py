@@ -149,7 +149,7 @@ def _planned_lines(plan: Plan) -> list[str]:
     if plan.free < 0:
         return []
     days = plan.days
-    unit, length = ("days", days) if days >= 1 else ("hours", 24 * days) if days >= 1 / 12 else ("minutes", 1440 * days)
+    unit, length = ("days", days) if days >= 1 else ("hours", 24 * days) if days >= 1 / 24 else ("minutes", 1440 * days)
     duration = f"{length:.1f} {unit}"
     if plan.reached:
         expected, *ends = (f"{each:.1f}" for each in plan.reached.slowed(length))
