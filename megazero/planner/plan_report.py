@@ -142,25 +142,27 @@ def reached_words(share: Reached) -> str:
     )
 
 
+def _length(plan: Plan) -> str:
+    """Return how long the run takes, in the unit in which that is not much less than 1."""
+    days, *ends = plan.reached.slowed(plan.days) if plan.reached else (plan.days,)
+    unit, factor = ("days", 1) if days >= 1 else ("hours", 24) if days >= 1 / 24 else ("minutes", 24 * 60)
+    length = f"{factor * days:.1f} {unit}"
+    return f"{length} expected ({' to '.join(f'{factor * each:.1f}' for each in ends)})" if ends else length
+
+
 def _planned_lines(plan: Plan) -> list[str]:
     """Return the planned times, with the range of the device's constants; none if the layout does not fit."""
     time, training, device, seconds = plan.time, plan.config.training, plan.device, plan.seconds
     steps, tokens = training.train_iters, plan.tokens * training.train_iters
     if plan.free < 0:
         return []
-    days = plan.days
-    unit, length = ("days", days) if days >= 1 else ("hours", 24 * days) if days >= 1 / 24 else ("minutes", 1440 * days)
-    duration = f"{length:.1f} {unit}"
-    if plan.reached:
-        expected, *ends = (f"{each:.1f}" for each in plan.reached.slowed(length))
-        duration = f"{expected} {unit} expected ({' to '.join(ends)})"
     lines = [
         f"planned step: {seconds:.4g} s; {time.fast:.4g} to {time.slow:.4g} s with all constants of {device.name} at "
         "the fast or the slow end of their range",
         f"planned speed: {plan.tflops:.1f} TFLOP/s per device (recompute not counted), MFU {plan.mfu:.1%} "
         f"({plan.mfu * seconds / time.slow:.1%} to {plan.mfu * seconds / time.fast:.1%}), "
         f"{plan.tokens_per_second * SECONDS_PER_DAY / 1e9:.2f} B tokens a day",
-        f"--train-iters {steps}: {tokens / 1e9:.2f} B tokens, {duration}",
+        f"--train-iters {steps}: {tokens / 1e9:.2f} B tokens, {_length(plan)}",
     ]
     if training.rampup_batch_size:
         lines.append("these are steps of the full --global-batch-size, which --rampup-batch-size reaches later")
