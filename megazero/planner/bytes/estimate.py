@@ -104,8 +104,9 @@ class Few(NamedTuple):
 
     @classmethod
     def of(cls, schedule: str, layout: Layout, wanted: int) -> Few:
-        # at least two, because gradients of one micro-batch are not accumulated but reduced unit by unit
-        least = max(2, (1 if layout.chunks == 1 else 2) * layout.pp + wanted % layout.pp)
+        # At least two, because gradients of one micro-batch are not accumulated but reduced unit by unit. More than the
+        # forwards before a rank's first backward: it holds most in the first forward after that.
+        least = max(2, (1 if layout.chunks == 1 else 2) * layout.pp + (wanted % layout.pp or layout.pp))
         if schedule not in STEADY or least + least + layout.pp >= wanted:
             return cls(wanted, (wanted,))
         return cls(wanted, (least, least + layout.pp))

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -568,3 +569,16 @@ def test_updates_of_whole_matrices_by_hand() -> None:
     assert muon(Update("blocks.1")) == pytest.approx((flops / 1e12 + sent) / 4 * uneven + bytes_moved)
     costs = [sum(unit.flat.cost(unit.owned[rank]) for unit in spec.units.values()) for rank in range(4)]
     assert uneven == pytest.approx(max(costs) / (sum(costs) / 4)) and uneven > 1
+
+
+@for_each("schedule", ["1f1b", "interleaved --virtual-pipeline-stages 2"])
+@for_each(("pp", "stage"), [(2, 0), (2, 1), (4, 0), (4, 1)])
+def test_a_stage_of_many_micro_batches_holds_as_much_as_the_whole_step(pp: int, stage: int, schedule: str) -> None:
+    """Every number, if as many micro-batches as stages divide the step and if they do not."""
+    for micro_batches in (5 * pp, 6 * pp + (pp - 1) * (schedule == "1f1b")):
+        flags = f"--num-layers 8 --pipeline-model-parallel-size {pp} --pipeline-schedule {schedule} --zero-stage 2"
+        flags = f"{SMALL} {flags} --micro-batch-size 1 --global-batch-size {2 * micro_batches}"
+        config, layout = resolve(parse(flags.split()), 2 * pp, 0, declare)
+        found = stage_bytes(config, layout, stage, "cuda")
+        with mock.patch.object(Few, "of", lambda schedule, layout, wanted: Few(wanted, (wanted,))):
+            assert found == stage_bytes.__wrapped__(config, layout, stage, "cuda")
