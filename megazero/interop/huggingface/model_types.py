@@ -144,11 +144,9 @@ def canonical(model: ModelConfig) -> ModelConfig:
     heads = 0 if model.head_dim == usual or model.multi_latent_attention else model.head_dim
     positions = 0 if model.max_positions == model.seq_length else model.max_positions
     groups = model.query_groups % model.num_attention_heads
-    usual_activation = model.traits == ARCHITECTURES[model.architecture]
-    activation = "auto" if usual_activation else model.activation
+    activation = "auto" if model.traits == ARCHITECTURES[model.architecture] else model.activation
     model = replace(model, kv_channels=heads, num_query_groups=groups, max_position_embeddings=positions)
-    model = replace(model, activation=activation)
-    return replace(model, **_canonical_experts(model))
+    return replace(model, activation=activation, **_canonical_experts(model))
 
 
 def _in_block(ours: str, model: ModelConfig) -> str:
