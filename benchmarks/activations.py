@@ -10,8 +10,6 @@ the tracker's count. Korthikanti: his formula for Megatron. GPUs run in bf16, on
     python -m benchmarks.activations --layers 8 --hidden 1024 --rounds 20 --dropout 0.1
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

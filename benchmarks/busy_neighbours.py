@@ -7,8 +7,6 @@ Every round runs each setting once, alone and next to the neighbours, in turns. 
 thread each. megazero/environment.py has the setting that a run takes by default.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -9,8 +9,6 @@ rank's plan of a resume. Nothing is allocated or written. Without it, real ranks
 written and read by one plain process per rank, and next to torch.distributed.checkpoint.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

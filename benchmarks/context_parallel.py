@@ -11,8 +11,6 @@ All systems multiply with torch's own products. Turns and intervals are as in `z
     python benchmarks/context_parallel.py --ranks 4
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

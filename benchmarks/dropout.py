@@ -7,8 +7,6 @@ Markdown. With `--steps`, also the share that dropout has of a small model's tra
     python -m benchmarks.dropout --rounds 31
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 import time

@@ -6,8 +6,6 @@ The corpus is the quickstart's; a run that is already whole is not trained again
     bash scripts/quickstart.sh && python -m benchmarks.eight_layouts
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -13,8 +13,6 @@ One thread per process. Turns and intervals are as in `zero.py`. Examples:
     python benchmarks/experts.py --parts products --rounds 30
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 import sys

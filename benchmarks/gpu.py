@@ -8,8 +8,6 @@ test the code. Example:
     python -m benchmarks.gpu --layers 48 --hidden 1600 --heads 25 --batch 8 --recompute none
 """
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time

@@ -5,8 +5,6 @@ that cannot run is skipped, with the reason. The file is rewritten after every p
 parts run at a tiny size. `bash scripts/gpu_check.sh` installs the packages and runs this; `--help` lists the parts.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

@@ -9,8 +9,6 @@ norms. Liger's fused loss is missing: its kernels are Triton's, for GPUs. Prints
     python benchmarks/head.py --tokens 1024 --hidden 768 --vocabulary 50257
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -12,8 +12,6 @@ the head.
     python -m benchmarks.host_time
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 import warnings

@@ -4,8 +4,6 @@
 Example: python benchmarks/huggingface.py --presets gpt2-124m gpt2-345m --folder /tmp/models
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

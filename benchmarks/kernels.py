@@ -9,8 +9,6 @@ Without a GPU it runs at a tiny size in Triton's interpreter, only to test the c
     python -m benchmarks.kernels --tokens 8192 --hidden 1600 --vocabulary 50257
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

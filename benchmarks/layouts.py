@@ -8,8 +8,6 @@ least of its seconds. Example, ten minutes:
     python benchmarks/layouts.py --ranks 2
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 import sys

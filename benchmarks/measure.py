@@ -1,7 +1,5 @@
 """Intervals that benchmarks share."""
 
-from __future__ import annotations
-
 import random
 import statistics
 

@@ -6,8 +6,6 @@ Steps with and without statistics, and next to a process that writes the page or
 Ratios are of its CPU time, which other work on the machine changes least.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

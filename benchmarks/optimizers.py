@@ -9,8 +9,6 @@ Draws docs/pictures/optimizers.svg. Example:
     python -m benchmarks.optimizers --runs adamw "adamw, bf16 moments" "adamw, int8 moments" --output small-states.svg
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -11,8 +11,6 @@ Markdown table. Also reads the trace of another run:
     python -m benchmarks.overlap --trace runs/a/trace-10-12.json
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -4,8 +4,6 @@ Example: python benchmarks/packing.py runs/preprocess
 (the folder for packages and corpora, which are made if they are missing)
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import statistics

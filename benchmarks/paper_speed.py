@@ -7,8 +7,6 @@ Example, some minutes:
     python benchmarks/paper_speed.py > docs/results/paper_speed.md
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ environment of its own.
 Shapes: b micro-batch, s sequence, h hidden, n heads, d head dim, v vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

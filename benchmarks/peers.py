@@ -6,8 +6,6 @@ foreach) and the settings below; anything not named is the peer's default.
 Shapes: b micro-batch, s sequence.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import tempfile

@@ -8,8 +8,6 @@ is that from the first computation to the last, over the computing time of the b
     python benchmarks/pipeline_bubble.py --ranks 4 --micro-batches 8 --milliseconds 30
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from dataclasses import dataclass

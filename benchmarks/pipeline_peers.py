@@ -8,8 +8,6 @@ most; its ratio is ours over theirs. With one rank and gpipe it compares plain t
     python benchmarks/pipeline_peers.py --ranks 2 --micro-batches 8 --rounds 12
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -7,8 +7,6 @@ of its seconds, because other work makes it wait, and the median of the computin
     python benchmarks/predict.py --rounds 5
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -8,8 +8,6 @@ the whole tree of processes: on a shared machine the second is more reliable. Me
 the tree's proportional set sizes, sampled ten times a second.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -5,8 +5,6 @@
 Each writes OUT.bin, uint16, with 50256 behind every document.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Systems in their own processes, which stay alive and take turns: shared by the benchmarks over several ranks."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import json

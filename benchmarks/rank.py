@@ -1,7 +1,5 @@
 """One rank of one system and its commands. It imports nothing that DeepSpeed's environment lacks."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

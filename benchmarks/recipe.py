@@ -9,8 +9,6 @@ the 90 % that are trained on), each is seen once, so it is a loss on unseen text
     python -m benchmarks.recipe --layers 2 --hidden 64 --tokens 300000
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

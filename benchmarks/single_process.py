@@ -9,8 +9,6 @@ ratios, transformers / megazero, of seconds and of CPU seconds with their 95 % b
     python benchmarks/single_process.py --preset tiny-deepseek --seq-length 128 --vocabulary 2048 --batch 8
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

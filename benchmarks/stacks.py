@@ -14,8 +14,6 @@ Every system exists in three forms:
 Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the stream on this rank, h hidden.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -8,8 +8,6 @@ Nsight Systems. Prints a Markdown table. Without a GPU it runs at a tiny size, o
     python -m benchmarks.step_trace --batches 4 8 32 --folder traces
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import statistics

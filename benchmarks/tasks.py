@@ -5,8 +5,6 @@ Example: python benchmarks/tasks.py runs/tasks
 are downloaded if they are missing)
 """
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

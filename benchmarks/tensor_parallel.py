@@ -18,8 +18,6 @@ to show the effect of tensor parallelism alone. Examples:
     python benchmarks/tensor_parallel.py --layers 2 --hidden 1024 --heads 16 --no-narrow --streams sharded
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -19,8 +19,6 @@ Settings of the peers: `peers.py`. Examples:
     python benchmarks/zero.py --ranks 1 --stages 3 --layers 24 --hidden 2048 --heads 16   # one GPU: FSDP2 and megazero
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

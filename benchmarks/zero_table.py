@@ -7,8 +7,6 @@ Real ranks are gloo processes; pretended ones are this process as rank 0 of a wo
     python -m benchmarks.zero_table --real 1 2 3 4 --pretended 64 256 1024
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import tempfile
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Flags of Megatron-LM's tools/preprocess_data.py that name a tokenizer, translated to ours."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megazero.flags.foreign.translate import refusals, split_items, translate

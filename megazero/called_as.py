@@ -4,8 +4,6 @@ Help, errors and suggested commands are written with the names of the scripts. `
 installed commands in their place, if one of those is running.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -12,8 +12,6 @@ pinned_max_cached_size_mb is the same: then no such block is cached. Whether rel
 is not known.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Host memory that a process can still allocate, by the kernel and by control groups; accelerators; NUMA nodes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Packages that only some options need, imported at their use; a message names a missing one."""
 
-from __future__ import annotations
-
 import importlib.util
 import traceback
 from typing import Any

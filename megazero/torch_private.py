@@ -7,8 +7,6 @@
 - The default store: the public way to it is the argument of `init_process_group`, which torchrun fills.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 

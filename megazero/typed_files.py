@@ -1,7 +1,5 @@
 """JSON and TOML files read into dataclasses, checked by msgspec."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Amounts for people: bytes, durations, counts. Decimal: 1 GB is 10^9 bytes, as on the labels of devices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 SCALES = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))

@@ -1,7 +1,5 @@
 """Rank and world size of this process, as its launcher set them in the environment. Needs no torch."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -8,8 +8,6 @@ A box is F forward, B backward, I input gradient alone or W queued weight gradie
     python scripts/draw_schedule.py --schedule interleaved --virtual 2 --output interleaved.png
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Start the ranks of a program, for scripts/launch.sh: launch.py PROGRAM WORDS OF launch.sh."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

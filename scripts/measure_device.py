@@ -8,8 +8,6 @@ the quartiles. Example, a minute:
     python pretrain_gpt.py --preset tiny --plan --world-size 2 --device-type cpu.toml
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
 """The steps of quickstart.sh, each a command that a user could type. Finished steps are not repeated."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

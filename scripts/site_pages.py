@@ -4,8 +4,6 @@ GitHub and the site show the same files. Two things differ. A link that leaves d
 copy of the file. Python-Markdown wants an empty line before a list, and four spaces for each level of it.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import logging

@@ -17,8 +17,6 @@ Not simulated: the device's own fragmentation (it maps pages, so any free bytes 
 and the memory that it takes for itself.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from typing import Any
 

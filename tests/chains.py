@@ -5,8 +5,6 @@ the single process that never stopped. Prints the number of chains and the large
 that is too large. `--load N`: N processes that compute at the same time, so that ranks run late.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import subprocess

@@ -6,8 +6,6 @@ A test file is chosen if it changed, or if it imports a changed module: itself, 
 no test does so, in the fewest steps. Tests of rules (style, prose, documents) always run.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterable

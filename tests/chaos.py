@@ -8,8 +8,6 @@ Disk full: the same, with a limit on the size of files on a random rank in place
 Damages: a byte, a cut, or a missing file in a checkpoint; each must be found, in a sentence.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

@@ -5,8 +5,6 @@
 Four ranks train it with pipeline, tensor and data parallelism, ZeRO 1 to 3 and sequence parallelism, under a profiler.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 import threading

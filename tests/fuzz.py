@@ -6,8 +6,6 @@ is drawn from its own seed, so that `--seed N --pairs 1` draws it again. Prints 
 line of each that does not pass. Exits with 1 if there is one.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import logging

@@ -4,8 +4,6 @@ A test that fails under it depends on which process runs first. A process that t
 alone. The exit status is the command's.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

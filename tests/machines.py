@@ -5,8 +5,6 @@ make torch's operators, MKL and oneDNN take the code of older CPUs; MKL_CBWR giv
 on a machine under load: tests/jitter.py stops random processes.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

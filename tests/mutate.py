@@ -6,8 +6,6 @@
 Exits with 1 if a fault goes unnoticed, or if an entry no longer fits the code. Not part of CI: it takes a while.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

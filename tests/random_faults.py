@@ -5,8 +5,6 @@ fault is planted in all processes, and verified by the first two lines that run 
 whether megazero verify fails. A fault that it misses may change no result: read it.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools

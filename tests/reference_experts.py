@@ -6,8 +6,6 @@ token, one at a time, and autograd makes all gradients.
 Shapes: b samples, s tokens of a sample, h hidden, n heads, d head dim, E experts, k experts of a token.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any, NamedTuple

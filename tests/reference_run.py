@@ -8,8 +8,6 @@ rounded to 16 bit.
 Flags are those of the command line, without dashes: {"num-layers": 2, ...}. Every flag that matters must be given.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -9,8 +9,6 @@ move between the two trees. Bits depend on the CPU and on torch: compare results
 Exits with 1 if a number differs or a layout fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

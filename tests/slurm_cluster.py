@@ -5,8 +5,6 @@ namespace: it has a host name and an address (127.0.77.x) of its own, sees its o
 first process ends every task on it, as a power cut would. Ports are free ones, chosen at start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

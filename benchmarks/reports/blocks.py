@@ -1,7 +1,5 @@
 """Blocks of a Markdown page that a program rewrites: between `<!-- NAME -->` and `<!-- end of NAME -->`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Example: python -m benchmarks.reports.dealing runs/preprocess
 (the folder for packages and corpora, which are made if they are missing)
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

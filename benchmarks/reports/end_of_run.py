@@ -8,8 +8,6 @@ Example: python -m benchmarks.reports.end_of_run runs/end
 (the folder for runs; finished runs are not repeated)
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

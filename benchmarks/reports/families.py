@@ -3,8 +3,6 @@
 python -m benchmarks.reports.families
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Table 3's configurations C1 to C5: the savings and the largest model of each on 400 GPUs (Figure 6)."""
 
-from __future__ import annotations
-
 import functools
 import math
 from bisect import bisect_right

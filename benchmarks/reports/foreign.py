@@ -3,8 +3,6 @@
 python -m benchmarks.reports.foreign
 """
 
-from __future__ import annotations
-
 import tempfile
 import tomllib
 from collections.abc import Iterator

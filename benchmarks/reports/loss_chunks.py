@@ -3,8 +3,6 @@
 python -m benchmarks.reports.loss_chunks      # writes the table of docs/results/memory.md
 """
 
-from __future__ import annotations
-
 from benchmarks.reports.blocks import markdown, write_blocks
 from benchmarks.reports.offload import PAGE, most_layers
 from megazero.flags.cli import parse

@@ -1,7 +1,5 @@
 """Data parallelism alone up to 13B on 128 GPUs (Figure 4), and the paper's worked examples."""
 
-from __future__ import annotations
-
 from benchmarks.reports.blocks import gb, markdown
 from benchmarks.reports.published import FIGURE_4, FIGURE_4_BASELINE
 from benchmarks.reports.rehearsals import Asked, flags_of, rehearse_all, resolved, states

@@ -3,8 +3,6 @@
 python -m benchmarks.reports.modules
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m benchmarks.reports.offload          # writes the table of docs/results/memory.md
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

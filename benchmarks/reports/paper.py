@@ -4,8 +4,6 @@
 Example: python -m benchmarks.reports.paper table-1 figure-6
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import time

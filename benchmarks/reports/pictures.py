@@ -1,7 +1,5 @@
 """Pictures of reports, as SVG files that are the same whenever the numbers are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

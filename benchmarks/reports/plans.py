@@ -1,7 +1,5 @@
 """Pictures by the product's own commands: a plan (docs/plan.md), pipeline schedules (docs/extending.md)."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Shapes and speeds of published runs, as their papers print them: the one place where reports find them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """Rehearsals for reports: many, in a few parallel processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Sequence

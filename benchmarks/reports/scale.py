@@ -4,8 +4,6 @@
 Example: python -m benchmarks.reports.scale
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Each is searched twice: with all features of this engine, and with those of the published system.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import shlex
 import time

@@ -3,8 +3,6 @@
 python -m benchmarks.reports.silent_bugs
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

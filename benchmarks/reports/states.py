@@ -1,7 +1,5 @@
 """Model states: Tables 1 and 2 and Figure 1 of the ZeRO paper by formula and by rehearsal; traffic."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Small runs on two and four gloo ranks, C1 to C5 among them: three witnesses of a rank's bytes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 GB is 1e9 bytes; Psi is the number of parameters; Nd is the data-parallel degree, MP the model-parallel one.
 """
 
-from __future__ import annotations
-
 import math
 
 K = 12  # bytes of a parameter's optimizer states: fp32 weight, momentum and variance

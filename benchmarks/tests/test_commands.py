@@ -1,7 +1,5 @@
 """The commands that make the numbers in the documents still run."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The range of the expected speed, and the plans of published runs that it comes from."""
 
-from __future__ import annotations
-
 import tomllib
 
 import pytest

@@ -1,7 +1,5 @@
 """benchmarks.huggingface: memory of export and import."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

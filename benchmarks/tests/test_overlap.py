@@ -1,7 +1,5 @@
 """benchmarks.overlap and benchmarks.step_trace: waits for communication, and the end of a step, in traces."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Pages of docs/ that a command writes are those of today's code."""
 
-from __future__ import annotations
-
 import ast
 import re
 

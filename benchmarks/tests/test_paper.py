@@ -1,7 +1,5 @@
 """The ZeRO paper's numbers by formula, and its formulas against rehearsed ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.reports.blocks import write_blocks

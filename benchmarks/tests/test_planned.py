@@ -1,7 +1,5 @@
 """Plans next to published runs: the error, the range, their programs, and cards that differ in some constants."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

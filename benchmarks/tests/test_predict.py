@@ -1,7 +1,5 @@
 """benchmarks.predict: predicted steps next to measured ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

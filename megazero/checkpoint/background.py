@@ -4,8 +4,6 @@ The buffers of the copies are allocated once and reused by every save. If the sh
 thread then calls `save` with a group of its own, so that its collectives never mix with those of training.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 from collections.abc import Callable, Mapping

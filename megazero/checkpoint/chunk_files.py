@@ -1,7 +1,5 @@
 """Files of a checkpoint in memory as bytes that ranks send each other: whole files in pieces, or chunks of them."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 from collections.abc import Iterable, Iterator, Sequence

@@ -14,8 +14,6 @@ Chunks that no local file has are asked of ranks that have them, so that
 any layout on any nodes loads it, and no node needs memory for files of others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

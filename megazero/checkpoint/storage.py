@@ -1,7 +1,5 @@
 """Files of a save and of a load: `Save` writes a checkpoint, `ChunkReader` reads one. See Note [On disk]."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

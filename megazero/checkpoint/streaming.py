@@ -1,7 +1,5 @@
 """Whole tensors of a checkpoint, read and written one at a time by one process, without a model."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Read and check every byte of a checkpoint, in one process and without a model."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path

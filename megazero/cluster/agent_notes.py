@@ -4,8 +4,6 @@ Each note is a file in a folder of the node that MEGAZERO_AGENT names. So they n
 collective, which may hang.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Reports between ranks of why one stops: through the rendezvous store, which may itself be frozen or gone."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import faulthandler

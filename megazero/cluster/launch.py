@@ -1,7 +1,5 @@
 """Start and stop of a rank: its device, how it joins the other ranks, how it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

@@ -4,8 +4,6 @@ If a rank fails, its message is printed last, and its exit code is this program'
 traceback go to LOG_DIR/torchrun.log.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import sys

@@ -1,7 +1,5 @@
 """Start the ranks of this machine, or with --elastic of several: scripts/launch.sh, and `megazero launch`."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

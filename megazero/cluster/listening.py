@@ -1,7 +1,5 @@
 """Key-value stores that listen at one address. torch's own listen at all addresses of a machine."""
 
-from __future__ import annotations
-
 import socket
 from ipaddress import ip_address
 from typing import Any

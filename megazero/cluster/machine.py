@@ -1,7 +1,5 @@
 """The memory of a rank's device and node, the CPUs near the device, and the environment of the run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -7,8 +7,6 @@ two starts of the ranks, because torchrun counts the restarts of each node separ
 When the tokens at all seats have replied, the ranks have met. Keys of this meeting begin with rank 0's token.
 """
 
-from __future__ import annotations
-
 import datetime
 import errno
 import os

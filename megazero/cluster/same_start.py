@@ -1,7 +1,5 @@
 """Check at the start that all ranks of a run have the same configuration, code and data."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

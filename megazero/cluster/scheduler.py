@@ -1,7 +1,5 @@
 """The SLURM job that this process belongs to."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import re

@@ -1,7 +1,5 @@
 """`Watchdog`: ends a run in which this rank makes no progress."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

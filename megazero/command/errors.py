@@ -1,7 +1,5 @@
 """Errors of a command as one sentence, also for the other ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """--recipe auto: a command with the values of the recipe, as if given."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predictions of a run (--plan, --plan-search), without starting a rank or opening data."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

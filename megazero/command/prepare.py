@@ -1,7 +1,5 @@
 """Checks of a run before ranks meet or a file is made: the machine's ranks, the chosen layout, the checked run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ error; 124 no progress (--hang-timeout); 130 interrupted twice, unsaved. See Not
 megazero/run/stopping.py.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 

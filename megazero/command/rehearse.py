@@ -1,7 +1,5 @@
 """Steps of ranks of a larger world, on stand-in tensors (--rehearse)."""
 
-from __future__ import annotations
-
 from megazero.cluster import launch
 from megazero.command.rehearsal.rehearsal import RehearsalDevice
 from megazero.command.rehearsal.rehearsal_report import pretended_world, run_rehearsal

@@ -1,7 +1,5 @@
 """A run: join the other ranks, build the model, train, and stop."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

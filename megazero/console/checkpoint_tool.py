@@ -17,8 +17,6 @@ examples:
     write weights that stand for a decay of the learning rate over the last 200 iterations
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import operator

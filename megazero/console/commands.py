@@ -1,7 +1,5 @@
 """The command `megazero`: its subcommands, each of which imports its modules when it is called."""
 
-from __future__ import annotations
-
 import difflib
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Generate text from a checkpoint of any layout: in one process, or on ranks that share the model and the prompts."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

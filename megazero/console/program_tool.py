@@ -1,7 +1,5 @@
 """The command `megazero program`, also scripts/print_program.py: the program of one rank."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

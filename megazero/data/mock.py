@@ -1,7 +1,5 @@
 """Made-up tokens with structure to learn, to try a layout without a corpus."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

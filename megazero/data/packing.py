@@ -8,8 +8,6 @@ that fit, and the rests of others, are packed by best-fit decreasing (Ding et al
 first, each goes where it leaves the least room. A document of one token has no target, and is in no sample.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict, deque
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The tokenizer of a run: the one that --tokenizer names, else the one that the description of a corpus remembers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megazero.data.about import read_about

@@ -1,7 +1,5 @@
 """Items of tasks, read from files of JSON lines: docs/tasks.md."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Sequence

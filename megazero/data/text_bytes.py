@@ -1,7 +1,5 @@
 """Bytes of text per token, by which a loss becomes bits per byte: comparable between tokenizers."""
 
-from __future__ import annotations
-
 import itertools
 
 from megazero.data.corpora import Datasets

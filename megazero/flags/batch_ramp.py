@@ -1,7 +1,5 @@
 """Global batch sizes of a run: one, or one that grows with the samples that were consumed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megazero.engine.options.schema import Config

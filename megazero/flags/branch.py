@@ -1,7 +1,5 @@
 """The flags of a branch: --decay-from S/iter_N --decay-iters K decays from a checkpoint of a run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from pathlib import Path

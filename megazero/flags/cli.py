@@ -6,8 +6,6 @@ file, by --hf-config or as the folder of --load, they stand above the preset's, 
 only the preset names it, it is the config.toml of a run, whose values stand above, as they were when the run began.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """--train-tokens as --train-iters. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import replace
 

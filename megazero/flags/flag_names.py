@@ -1,7 +1,5 @@
 """Flags as a table, made from the dataclass tree of `schema`; a configuration written as flags or as TOML."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

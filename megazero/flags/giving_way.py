@@ -4,8 +4,6 @@ A preset describes a whole run, and a command line changes parts of it: a shorte
 the command line gives never gives way; if it is impossible, `validate` refuses it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Defaults that differ on GPUs, for flags that neither the command line nor its preset gives."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 

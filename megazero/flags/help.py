@@ -1,7 +1,5 @@
 """--help in two lengths: the flags of a normal run, and all of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import sys

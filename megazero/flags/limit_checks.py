@@ -1,7 +1,5 @@
 """Checks of single values: the range of a number, the length of a text; and values as an error shows them."""
 
-from __future__ import annotations
-
 import math
 
 from megazero.engine.options.limits import Bounds

@@ -4,8 +4,6 @@ The cost of a layer is the ratio of its FLOPs to those of a mean block. Virtual 
 forward pass; `placement` has the rank of each.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Presets: TOML files of flags, such as scripts/presets/tiny.toml or the config.toml of an earlier run."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import tomllib

@@ -3,8 +3,6 @@
 N is the number of parameters of the blocks, without embeddings and head; D is the number of tokens of training.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from typing import Any, NamedTuple

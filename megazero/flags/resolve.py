@@ -1,7 +1,5 @@
 """`resolve` makes the final configuration and the layout of its ranks from the flags. Pure."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import fnmatch

@@ -1,7 +1,5 @@
 """Stages of a run (--data-stages): the flags that change at a sample."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

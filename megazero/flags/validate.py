@@ -3,8 +3,6 @@
 Every refusal is a ValueError that names the flag, its value and the way out.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Check the flags of the model: architecture, heads, layers, experts, and widths that tensor-parallel ranks share."""
 
-from __future__ import annotations
-
 import math
 import re
 

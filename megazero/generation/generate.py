@@ -1,7 +1,5 @@
 """The loop of generation: prompts in, texts out, a batch at a time, from any model that computes logits."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass

@@ -1,7 +1,5 @@
 """The share of generated tokens that modules of multi-token prediction would have guessed."""
 
-from __future__ import annotations
-
 import torch
 
 from megazero.generation.generate import Text

@@ -13,8 +13,6 @@ Shapes: b sequences, T new tokens of all sequences on this rank, n heads, g head
 L slots, c context-parallel ranks; /tp = this rank's part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """A checkpoint's model on the ranks of a mesh, without gradients and without ZeRO."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

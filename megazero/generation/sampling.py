@@ -1,7 +1,5 @@
 """Draws of next tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

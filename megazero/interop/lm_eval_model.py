@@ -3,8 +3,6 @@
 Example: python -m megazero.interop.lm_eval_model run --model megazero --model_args load=runs/a --tasks hellaswag
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

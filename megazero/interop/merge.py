@@ -3,8 +3,6 @@
 Warmup-Stable and Merge (Tian et al. 2025, arXiv:2507.17634).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -4,8 +4,6 @@ Every expert is a copy of the MLP in its place. The weights of a token's experts
 results is that of the MLP for any choice of the router. Sparse Upcycling (Komatsuzaki et al. 2022, arXiv:2212.05055).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checkpoints of weights alone, made from other checkpoints, from which --load starts a run."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields, replace

@@ -4,8 +4,6 @@ Both are idle time / compute time of the stage that computes longest, as `simula
 for 1F1B with equal stages. docs/metrics.md has the definition.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Rank 0 alone writes it, and report.html. A failure to write is a warning, because it must not end the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -5,8 +5,6 @@ free memory around it, so that no free block may be large enough although their 
 long-lived tensors into an arena of their own (MD, --contiguous-checkpointing).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 

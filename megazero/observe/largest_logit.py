@@ -4,8 +4,6 @@ Shapes: b micro-batch, s tokens of a sample, t those on this rank, n/tp heads of
 rank, d head dim, r queries of a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

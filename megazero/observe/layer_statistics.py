@@ -1,7 +1,5 @@
 """Statistics per layer of a step (--stats-interval): norms of gradients, updates, activations, attention logits."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Loggers: metrics.jsonl, report.html, TensorBoard, Weights & Biases, the progress line. Rank 0 alone uses them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

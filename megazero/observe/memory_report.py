@@ -1,7 +1,5 @@
 """Report of an out-of-memory error: the memory tracker next to the estimate's prediction for the same operation."""
 
-from __future__ import annotations
-
 import resource
 import sys
 

@@ -1,7 +1,5 @@
 """`Pauses`: the seconds between steps in which a run does something else, by cause."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import defaultdict

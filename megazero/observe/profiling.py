@@ -1,7 +1,5 @@
 """`Profiler`: observes iterations for a trace, for the bubble, and to find slow ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megazero.engine.options.schema import Config

@@ -1,7 +1,5 @@
 """The progress of a run on the console."""
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Callable

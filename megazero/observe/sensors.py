@@ -1,7 +1,5 @@
 """Utilisation and temperature of a GPU, where its driver reports them."""
 
-from __future__ import annotations
-
 import time
 
 import torch

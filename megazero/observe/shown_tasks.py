@@ -1,7 +1,5 @@
 """Scores of tasks in a record of metrics.jsonl, as the console and report.html show them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

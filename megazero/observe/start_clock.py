@@ -1,7 +1,5 @@
 """The parts of a start, and the iterations that a resume computes again: for events.jsonl."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

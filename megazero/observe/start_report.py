@@ -1,7 +1,5 @@
 """The start of a run: one screen on the console, everything else in plan.txt in the log folder."""
 
-from __future__ import annotations
-
 import platform
 import textwrap
 from collections.abc import Container, Mapping, Sequence

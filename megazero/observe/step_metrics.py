@@ -1,7 +1,5 @@
 """Fields of metrics.jsonl that are derived from a step's result: memory by kind, loads of experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

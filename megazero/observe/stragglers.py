@@ -1,7 +1,5 @@
 """Find slow ranks by their computing time, which excludes waits for other ranks."""
 
-from __future__ import annotations
-
 import statistics
 
 import torch

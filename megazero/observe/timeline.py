@@ -1,7 +1,5 @@
 """`Timeline`: when this rank carried out each operation of an iteration."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

@@ -14,8 +14,6 @@ The format is the JSON object form of the Trace Event Format: complete events (X
 metadata (M), times in microseconds.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The speed to expect: the share of their plans' speed that published runs reached, most of them less than all."""
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics

@@ -10,8 +10,6 @@ included (Daly 2006, "A higher order estimate of the optimum checkpoint interval
 The best T is about sqrt(2 C M) (Young 1974), if that is much shorter than M.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Uneven work of ranks: of updates of whole matrices, of attention over dealt samples. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megazero.engine.plan.layout.dealing import deal, imbalance

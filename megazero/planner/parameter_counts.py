@@ -1,7 +1,5 @@
 """Numbers of a model's parameters, from its declarations. Pure."""
 
-from __future__ import annotations
-
 import math
 
 from megazero.engine.plan.layout.layers import Layers

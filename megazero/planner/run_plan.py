@@ -1,7 +1,5 @@
 """`Plan`: predicted memory, traffic and time of a run on a cluster. docs/plan.md explains every number."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

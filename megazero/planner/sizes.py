@@ -5,8 +5,6 @@
 Everything else is derived here.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Options of a resumed run that differ from those of its checkpoint: warnings if the loss curve changes, else notes."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Checkpoints of a run: `Checkpoints` saves them, also in the background, and prunes them; a loader resumes."""
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import math

@@ -1,7 +1,5 @@
 """Loss of a split: over its first global batches, always the same ones, or over each of its tokens once."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

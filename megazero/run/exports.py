@@ -1,7 +1,5 @@
 """`Exports`: a run's checkpoints as Hugging Face folders, written by a thread of rank 0 while training continues."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable

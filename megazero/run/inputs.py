@@ -1,7 +1,5 @@
 """The data of a run, opened and checked before ranks meet."""
 
-from __future__ import annotations
-
 from megazero.data.corpora import Continued, Datasets, mock_datasets, open_datasets, read_data_args
 from megazero.data.task_files import read_tasks
 from megazero.data.task_requests import EncodedTasks, encode_tasks

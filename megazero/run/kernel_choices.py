@@ -3,8 +3,6 @@
 Each returns the configuration with the choice in place of `auto`, and a line for the start of the run, or "".
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,8 +4,6 @@ The first start of a run chooses a layout for every number of nodes, and keeps t
 start takes the row of the nodes that are left, without a search.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

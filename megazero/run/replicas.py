@@ -5,8 +5,6 @@ tensor-parallel ranks (norms and biases) and both ends of the pipeline (a tied t
 of all routers (--moe-router-enable-expert-bias).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 

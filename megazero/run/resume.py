@@ -1,7 +1,5 @@
 """Find the checkpoint from which a run resumes, and check that its model, its data and --save fit the run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Values that all ranks of a run must have in common, as text that `cluster.same_start.agree` compares."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts of the model being trained, after given prompts: --sample-prompts, --sample-interval."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

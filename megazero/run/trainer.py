@@ -1,7 +1,5 @@
 """`Trainer`: the training steps and evaluations of one rank, and their records for metrics.jsonl."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`TrainingRun`: a run around its trainer. It resumes, saves, logs, and stops when asked to."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bytes and traffic of ranks next to the plan's, which are equal to the byte."""
 
-from __future__ import annotations
-
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.planner.bytes.estimate import estimate

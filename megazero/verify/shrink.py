@@ -5,8 +5,6 @@ divisible by them, or indivisible if they are. Patterns of layers, groups of hea
 windows, documents, padding of the batch and its accumulation keep their kind: one, some or all.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import itertools
 import math

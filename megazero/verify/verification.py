@@ -1,7 +1,5 @@
 """Prove that a layout trains the same model as one process: shrink the run, train it in both, and compare."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import tempfile

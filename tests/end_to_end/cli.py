@@ -1,7 +1,5 @@
 """Runs the real programs, as a user does."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A small real corpus, made by the real tool."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """--load of a Hugging Face folder: training continues from its weights, in any layout."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """--decay-from: a branch off a run with a constant learning rate is the run that planned this decay from the start."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """pretrain_gpt.py --eval-only: loss and perplexity of a split, with the weights of a checkpoint that a run wrote."""
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path

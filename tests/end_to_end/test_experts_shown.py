@@ -1,7 +1,5 @@
 """The loads of experts that a run shows: in metrics.jsonl, progress lines, the start screen and report.html."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

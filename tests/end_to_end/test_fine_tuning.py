@@ -1,7 +1,5 @@
 """Fine-tuning on conversations equals a loop of transformers and torch, in every layout."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """scripts/generate.py against `transformers.generate`, with the weights of a checkpoint that pretrain_gpt.py wrote."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """scripts/checkpoint.py export and import, between checkpoints of real runs and transformers."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

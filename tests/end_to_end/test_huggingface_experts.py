@@ -1,7 +1,5 @@
 """Experts in files of Hugging Face: both layouts are read, one is written, and a rank reads its own experts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

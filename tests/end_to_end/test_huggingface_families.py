@@ -1,7 +1,5 @@
 """All families between checkpoints of real runs and transformers: export, generation, import."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

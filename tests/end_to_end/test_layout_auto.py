@@ -1,7 +1,5 @@
 """`--layout auto` as users run it: any number of ranks, the same loss curve, and flags that make the run again."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Converted items have the requests of lm-eval's own tasks. Skipped where lm-eval is not installed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Commands of pages, as they are typed in an empty folder, with small numbers: the last value of a flag counts."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """Multi-token prediction in a real run: its losses fall, transformers drafts with the export, generation counts."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

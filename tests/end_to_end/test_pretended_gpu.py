@@ -1,7 +1,5 @@
 """The programs, whole, on the pretended GPU: training with offload, saves and a resume; generation; a benchmark."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """pretrain_gpt.py as its users run it: layouts, resuming, files, and messages of failures."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """report.html in Debian's Chromium, as a user opens it: from a file, without a server."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """pretrain_gpt.py --data-stages: the options of a run change at a sample; killed and resumed, it is the same run."""
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """--tasks, --task-interval and --task-limit: scores in a run, and of its checkpoint in other layouts."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Triton's kernels on a GPU against torch's operators. Run by `make test-gpu`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

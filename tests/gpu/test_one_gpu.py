@@ -1,7 +1,5 @@
 """The engine on one GPU, against plain PyTorch on the CPU. Run by `make test-gpu`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

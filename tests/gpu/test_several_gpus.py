@@ -1,7 +1,5 @@
 """Layouts of two and more GPUs over NCCL, against plain PyTorch on the CPU. Run by `make test-gpu`."""
 
-from __future__ import annotations
-
 import datetime
 import queue
 from typing import Any

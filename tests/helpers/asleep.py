@@ -1,7 +1,5 @@
 """Ranks that run the real program of a pipeline; their blocks sleep a known time instead of computing."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Bytes that a block keeps for its backward: measured, predicted from a trace, and by a paper's formula."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

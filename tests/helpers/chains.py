@@ -1,7 +1,5 @@
 """Runs that stop and resume in other layouts, shared by the tests of resuming and `python -m tests.chains`."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

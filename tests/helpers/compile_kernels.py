@@ -5,8 +5,6 @@ kernels are compiled to machine code, and not run. Prints a line per kernel: nam
 spilled bytes.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

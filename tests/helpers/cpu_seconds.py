@@ -4,8 +4,6 @@ Wall time depends on the load of a machine, CPU time hardly does. Each test's re
 property `cpu_seconds`, which --junitxml writes; a line at the end of the session has the sums.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import defaultdict

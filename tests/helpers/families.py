@@ -1,7 +1,5 @@
 """Small models of all families: their options, each with a value that is no default."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

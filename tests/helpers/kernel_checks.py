@@ -4,8 +4,6 @@ The interpreter takes some 10 ms per program: there, sizes are tiny. It rounds t
 to the nearest: so bf16 is equal to one unit of the last place on a CPU, and to the bit on a GPU.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 

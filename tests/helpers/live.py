@@ -1,7 +1,5 @@
 """Micro-batches that a schedule holds between their forward and their backward."""
 
-from __future__ import annotations
-
 import itertools
 
 from megazero.engine.plan.schedule.schedules import IN, B, F, Order, W

@@ -1,7 +1,5 @@
 """Notes of the arguments of a program's parts, taken while it runs with all of its real parts."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

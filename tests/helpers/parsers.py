@@ -1,7 +1,5 @@
 """Command lines are read in a millisecond: tyro makes a parser of all flags once, not for each line (30 ms)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plants a fault in a function of the program while a test runs."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import textwrap

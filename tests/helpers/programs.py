@@ -5,8 +5,6 @@ do needs none of that. Each program is still a process of its own, with its own 
 working folder, output, signals and exit code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import multiprocessing

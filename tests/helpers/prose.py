@@ -3,8 +3,6 @@
 The rules hold in docstrings, comments, messages, `--help` and documents. Code in backticks and quotations are exempt.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

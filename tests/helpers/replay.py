@@ -3,8 +3,6 @@
 Shapes: b micro-batch, s sequence, h hidden, n heads, v vocabulary. Sizes are bytes, 16 bit unless noted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

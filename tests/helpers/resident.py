@@ -1,7 +1,5 @@
 """Resident memory of this process, on Linux. Imports nothing else: benchmarks use it in environments of others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

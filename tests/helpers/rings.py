@@ -1,7 +1,5 @@
 """The two rings of the suite: the default tests, and those marked `second`, which protect against rarer regressions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -7,8 +7,6 @@ Errors of a long chain of sums are independent, and add up to at most lambda sqr
 2 exp(-lambda^2 / 2) (Higham and Mary, A new approach to probabilistic rounding error analysis, 2019).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Rows of the table of architectures, with some that no family has yet and blocks that differ by number."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Runs put together as `pretrain_gpt.py` does it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megazero.data.corpora import Datasets

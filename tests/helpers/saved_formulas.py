@@ -6,8 +6,6 @@ Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the residual stre
 parallelism, else T), h hidden, n heads, f ffn; /tp = this rank's part.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

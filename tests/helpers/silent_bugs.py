@@ -1,7 +1,5 @@
 """Silent bugs of other systems, and their planted equivalents: tests/silent_bugs.toml."""
 
-from __future__ import annotations
-
 import functools
 import tomllib
 from pathlib import Path

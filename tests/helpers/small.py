@@ -1,7 +1,5 @@
 """Rounding of small optimizer states, written once more in numpy: global tensors, numbers instead of codes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

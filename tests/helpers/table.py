@@ -1,7 +1,5 @@
 """A table of cases as one test: an item that pytest collects costs more than most rows."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Traces of the layers of a pipeline rank."""
 
-from __future__ import annotations
-
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout

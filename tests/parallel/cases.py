@@ -1,7 +1,5 @@
 """Small models and batches for the parity matrix, and the functions that ranks run on them."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterable

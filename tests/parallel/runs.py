@@ -1,7 +1,5 @@
 """Small runs of the trainer, on the ranks of a test or in its own process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Activations that a block saves for its backward, against `planner.trace.trace`: tensor by tensor, to the byte."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Ranks agree that they are one run, in one small all-reduce, before any other group is made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Its values are in the matrix.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable

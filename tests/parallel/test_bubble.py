@@ -1,7 +1,5 @@
 """The measured bubble equals the simulated one if operations take the simulated times; no clock is read here."""
 
-from __future__ import annotations
-
 import pytest
 
 from megazero.engine.plan.program.operations import (

@@ -1,7 +1,5 @@
 """Memory and traffic, counted by the running engine, against `estimate` and against closed formulas: to the byte."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A few of the kills and damages that `make chaos` repeats by the hundred."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.chaos import damages, full_disks, kills

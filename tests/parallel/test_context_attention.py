@@ -3,8 +3,6 @@
 Explicit and fused, keys gathered or sent round in a ring: output, gradients and bytes.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Generation by ranks that share the tokens of a text: logits, texts, memory and traffic are those of plain PyTorch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace

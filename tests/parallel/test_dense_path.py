@@ -1,7 +1,5 @@
 """The size of the nave: the engine's functions that a dense model runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.dense_path import ENGINE, dense_path

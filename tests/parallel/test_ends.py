@@ -4,8 +4,6 @@ Embeddings with a factor, logits that are divided and capped, tied and with a ma
 one norm over the queries of all heads and one over all keys.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ Seen at the edges that every engine has: `Axis` starts collectives and `Pending`
 calls torch's attention, and each block's backward passes its output's gradient.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Gathers and reduce-scatters on gloo, which are messages: their results, and the memory that they take."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Real ranks compute in the simulated order: the benchmark of bubbles, without sleeps and without times."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

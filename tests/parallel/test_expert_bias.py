@@ -1,7 +1,5 @@
 """Biases that balance experts: the same in every layout, also of a run that stops and resumes in another one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Mixture of experts in every layout: losses, gradient norms, loads and balance losses of plain PyTorch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Exports of a run to --save-hf: in a thread, once per checkpoint, whole or not at all, and after a failure."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """Reports of a rank whose step fails: the operation; when memory runs out, also the memory held."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """Every family is the same model in every layout: losses and norms of plain PyTorch in fp64, and bytes as estimated."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

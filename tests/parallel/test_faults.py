@@ -1,7 +1,5 @@
 """Faults: skipped steps, refused losses and gradients, and states that stay unchanged."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import math

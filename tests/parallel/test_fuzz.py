@@ -1,7 +1,5 @@
 """Random layouts train the same model as one process; `make fuzz` draws more of them, on more ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from megazero.verify.verification import Verification

@@ -1,7 +1,5 @@
 """Nothing touches a buffer in flight: `InFlight` refuses it, and late collectives show the wrong results without it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path

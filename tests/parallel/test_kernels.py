@@ -1,7 +1,5 @@
 """Training steps with Triton's kernels, in its interpreter, against torch's operators, in several layouts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 They are declared, traced and priced once per kind, and every layout is the same model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The launcher of ranks, as tests and benchmarks use it: results in order, and errors at once, with their cause."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import sys

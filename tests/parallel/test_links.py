@@ -1,7 +1,5 @@
 """Communicators of the pipeline's links, made on gloo as they are on NCCL, and connections before the first step."""
 
-from __future__ import annotations
-
 import datetime
 from collections import Counter
 from unittest import mock

@@ -3,8 +3,6 @@
 Ranks of a test are on nodes that they name themselves (MEGAZERO_NODE), with folders of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import errno

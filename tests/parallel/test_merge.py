@@ -1,7 +1,5 @@
 """Merges of checkpoints that runs in different layouts and precisions saved, next to sums of numpy in fp64."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

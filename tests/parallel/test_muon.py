@@ -1,7 +1,5 @@
 """Muon: the same update in every layout, with whole matrices owned by one rank each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """States in host memory (--optimizer-cpu-offload): the same run to the bit, with the predicted bytes."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path

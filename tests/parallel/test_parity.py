@@ -5,8 +5,6 @@ difference is a mistake: rounding is some 1e-14. Fewer cases test the precisions
 The same runs show that memory and traffic, counted on every rank, are those of `estimate`, to the byte.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace

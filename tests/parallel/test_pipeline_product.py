@@ -4,8 +4,6 @@
 differ in the micro-batches alone go to the ranks in one call, on one mesh, since groups would take most of the time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pipelines of real ranks: layers split unevenly, any number of micro-batches, every schedule."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

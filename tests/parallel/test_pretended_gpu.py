@@ -3,8 +3,6 @@
 Losses are the reference's there too, bytes those of the estimate, and the host waits once a step.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -4,8 +4,6 @@ The fourth, formulas written down from papers, is in tests/unit/engine/plan/test
 benchmarks/tests/test_paper.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run that stops and resumes in another layout has the curve of an uninterrupted run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The trainer on real ranks: damaged checkpoints, dead runs, saves that fail."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

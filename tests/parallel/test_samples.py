@@ -1,7 +1,5 @@
 """Texts of the model being trained are those of plain PyTorch, in every layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Saves of a run that trains on, and the state besides weights that a resume restores."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -4,8 +4,6 @@ Today's runs have one group. Here layers are dealt to three along the axes that 
 sharded where the others are replicated and the other way round, and the head by itself, over one rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

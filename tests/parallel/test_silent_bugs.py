@@ -1,7 +1,5 @@
 """`megazero verify` fails with silent bugs of other systems planted; docs/results/silent_bugs.md has all."""
 
-from __future__ import annotations
-
 import pytest
 
 from megazero.verify.command import verdict_of

@@ -1,7 +1,5 @@
 """Moments in 16 and 8 bits, and split master weights: the same run in every layout, in fewer bytes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The parity matrix has them as a factor; cases here are those of which each shows another fault.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Log-likelihoods of requests are those of plain PyTorch, in every layout."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

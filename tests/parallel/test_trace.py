@@ -1,7 +1,5 @@
 """Traces of real ranks: the contents of the file, and no recording without the flag."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from dataclasses import replace

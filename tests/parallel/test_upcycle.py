@@ -1,7 +1,5 @@
 """Upcycling: the first loss of a model with experts is that of the dense model whose MLPs they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

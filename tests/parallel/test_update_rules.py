@@ -1,7 +1,5 @@
 """Optimizers are values: AdamW, Lion, Muon."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

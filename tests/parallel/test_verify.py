@@ -1,7 +1,5 @@
 """`megazero verify` on real ranks: layouts that train the same model pass, and planted faults are found and named."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

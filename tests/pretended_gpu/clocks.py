@@ -6,8 +6,6 @@ that overlapping windows of one buffer are different tensors to it, forgets an a
 takes a stack trace per operator. It knows neither the host nor communicators: both are streams of their own here.
 """
 
-from __future__ import annotations
-
 import itertools
 
 from torch.cuda._sanitizer import StreamSynchronizations

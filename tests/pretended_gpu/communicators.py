@@ -6,8 +6,6 @@ NCCL matches operations by their order alone, tags mean nothing to it. So the n-
 same: the member that issues it first writes it to the store, and the others compare theirs with that.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence

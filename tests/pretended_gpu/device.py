@@ -1,7 +1,5 @@
 """Enter a pretended GPU: the functions of torch that are replaced, and by which."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Findings of the pretended GPU: faults of order or place that CUDA would not report."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

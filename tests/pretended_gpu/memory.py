@@ -1,7 +1,5 @@
 """Storages of the pretended GPU: where each is, who has touched which of its bytes, and which stream owns it."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from enum import Enum

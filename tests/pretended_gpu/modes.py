@@ -5,8 +5,6 @@ or pinned memory is asked for. `Watching` sees every operator, autograd's among 
 and writes, and on which stream.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence

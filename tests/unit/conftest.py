@@ -1,7 +1,5 @@
 """Files of the second ring are not imported where its tests are deselected: less to collect for each worker."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The command of an elastic run, which is the same on all of its nodes. `node_agent` compares it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from itertools import zip_longest

@@ -6,8 +6,6 @@ name of a key is none. So the agents' values carry a MAC, which is checked befor
 without it counts as missing. A stranger can still disturb a run, as by replaying an older value.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

@@ -8,8 +8,6 @@ change, measured in its monotonic clock. The same is true for the moment at whic
 seconds that are left, which each reader counts from when it first sees them.
 """
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import secrets

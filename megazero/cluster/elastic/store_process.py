@@ -3,8 +3,6 @@
 It imports little, because the agents wait for it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

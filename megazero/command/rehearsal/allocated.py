@@ -1,7 +1,5 @@
 """Count the bytes of all tensors, by watching every operation."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Report of --rehearse, printed and written: each rehearsed rank's bytes next to the estimate."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Plans of a save in a simulated world: those of every rank, and that of rank 0."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from math import prod

@@ -5,8 +5,6 @@ Three independent choices: whole or partitioned over the tensor-parallel ranks (
 its slot.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

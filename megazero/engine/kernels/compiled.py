@@ -4,8 +4,6 @@ Compiled norms and dropout are no faster than torch's own. Code with a collectiv
 flat gradient buffer, or with a counter in Python is never compiled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

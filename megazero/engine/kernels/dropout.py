@@ -22,8 +22,6 @@ Note [masks by coordinate]: an element of a mask is an integer hash of its coord
   which are masked out. The comparison is signed: for a uniform x it keeps as many.
 """
 
-from __future__ import annotations
-
 import functools
 import struct
 from collections.abc import Callable, Sequence

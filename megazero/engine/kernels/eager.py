@@ -3,8 +3,6 @@
 Shapes: b micro-batch, s sequence, T tokens, h hidden, n heads, d head dim, v vocabulary; /tp = this rank's part.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ That check imports sympy: half a thousand files and a third of a second of a sta
 runs import sympy nevertheless, because torch checks operators on tensors without data in Python (`planner.trace`).
 """
 
-from __future__ import annotations
-
 import torch
 from torch.autograd.graph import GradientEdge
 

@@ -4,8 +4,6 @@ lowbias32 is of Wellons, "Prospecting for Hash Functions". torch has no unsigned
 in the same way. Its `>>` fills in copies of the sign bit, which are masked out.
 """
 
-from __future__ import annotations
-
 import torch
 
 Constants = tuple[torch.Tensor, ...]

@@ -4,8 +4,6 @@ A block of 2^16 elements of a global tensor has a seed of its own, made of the r
 number. A rank draws the blocks that it needs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 

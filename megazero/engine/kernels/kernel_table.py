@@ -1,7 +1,5 @@
 """The operations that have several implementations: torch's operators, which also test the others; Triton; compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 

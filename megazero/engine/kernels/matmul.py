@@ -5,8 +5,6 @@ Intel's, oneDNN takes twice as long for both gradients (docs/log). The operator 
 compiled models, so it is used only where it is measured to be faster. The two differ in the last bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

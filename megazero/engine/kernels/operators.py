@@ -8,8 +8,6 @@ These operators run below autograd: only autograd Functions call them. They are 
 interpreter runs the kernels (TRITON_INTERPRET=1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Buffers of equal size that are allocated once and reused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Asynchronous copies from the host to the device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

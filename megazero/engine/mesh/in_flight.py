@@ -1,7 +1,5 @@
 """`InFlight`: the memory that collectives in flight read or write. It refuses operations that overlap it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 A group of None is the default group; without torch.distributed, this process alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """`PeerLost`: the error of a rank whose peer has failed or is missing. It names the peers that may be the cause."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 

@@ -3,8 +3,6 @@
 Shapes: b micro-batch, T tokens of this rank, k experts of a token, E experts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Shapes: h hidden, T' tokens of the residual stream on this rank.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megazero.engine.model.experts.experts import Experts

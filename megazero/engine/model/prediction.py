@@ -15,8 +15,6 @@ Every tensor-parallel rank computes the projection of its own tokens of the resi
 Shapes: b micro-batch, T' tokens of the residual stream on this rank, h hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

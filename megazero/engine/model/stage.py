@@ -4,8 +4,6 @@ Shapes: b micro-batch, s sequence, T' tokens of the residual stream on this rank
 rank's part.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Hashable, Iterable
 

@@ -5,8 +5,6 @@ extra pass. `torch.optim.adamw.adamw` sorts its tensors by device and dtype befo
 ms for a kernel of 0.01 ms. So the private operator below it is called, if torch has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Lion (Chen et al. 2023) on flat slices: one moment, and steps by the sign of its mean with the gradient."""
 
-from __future__ import annotations
-
 import torch
 
 from megazero.engine.optim.step import StepParams

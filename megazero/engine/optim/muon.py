@@ -5,8 +5,6 @@ ranks sum the Gram matrices of their parts: each multiplies its own part alone. 
 computes all of it. So every rank reads and writes only its part of momentum and weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

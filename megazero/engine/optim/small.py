@@ -17,8 +17,6 @@ include those of a form with a higher one, up to its largest. So numbers that we
 they are rounded again, even if the block's least exponent is then lower: checkpoints have numbers, not codes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Protocol

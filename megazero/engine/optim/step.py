@@ -1,7 +1,5 @@
 """The interface of an optimizer's update: a function on flat slices, without state of its own."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import torch

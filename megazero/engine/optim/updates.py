@@ -1,7 +1,5 @@
 """Updates by the name of their rule in `options.optimizers`. A new one needs a module, a line here and a rule there."""
 
-from __future__ import annotations
-
 from megazero.engine.optim import adamw, lion, muon
 from megazero.engine.optim.step import UpdateFunction
 

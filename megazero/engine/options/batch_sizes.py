@@ -1,7 +1,5 @@
 """Micro-batches of a global batch."""
 
-from __future__ import annotations
-
 PADDING = -1  # instead of a sample's number: tokens that fill up a micro-batch, and count as no target
 
 

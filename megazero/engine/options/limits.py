@@ -1,7 +1,5 @@
 """The ranges of numbers, declared next to their flags."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

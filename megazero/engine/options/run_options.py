@@ -1,7 +1,5 @@
 """Flags of a run around its steps: data, evaluation, checkpoints, monitoring, logs, plans."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

@@ -4,8 +4,6 @@ Flags are flat and bear Megatron's and DeepSpeed's names. A preset is a TOML fil
 Field docstrings are the help text. Nothing rewrites a config: `resolve` makes the final one, once.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from megazero.engine.options.batch_sizes import micro_batches

@@ -3,8 +3,6 @@
 Shapes: b micro-batch, M micro-batches of a step, T' tokens of the residual stream on this rank, h hidden, v vocabulary.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

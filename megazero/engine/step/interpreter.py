@@ -5,8 +5,6 @@ leaf is the layer's input. The interpreter keeps a GradientEdge in place of the 
 memory can be freed. The program, not autograd, determines the order of operations.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence

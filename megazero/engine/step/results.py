@@ -1,7 +1,5 @@
 """Results of a training step, as values."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """A unit on one rank: parameters that are gathered, reduced and updated together in one flat buffer."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Iterator

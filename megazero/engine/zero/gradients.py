@@ -1,7 +1,5 @@
 """Gradients of a unit: this rank's whole contribution, and the reduced gradient of its owned range."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Host memory as the home of a unit (--optimizer-cpu-offload)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

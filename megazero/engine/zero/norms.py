@@ -1,7 +1,5 @@
 """Norms of reduced gradients, on the device and in host memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Optimizer states of a unit's owned range: master weights, and the states of the update rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Reduce-scatter of gradients, overlapped with the backward, in buffers of a constant size (CB)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

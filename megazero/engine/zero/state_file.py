@@ -5,8 +5,6 @@ turns in two *blocks* of host memory, so that one is updated while the other is 
 in the order in which the program asks. Checkpoints read and write the file itself, mapped into memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import itertools

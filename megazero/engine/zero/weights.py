@@ -1,7 +1,5 @@
 """Weights of a unit in the compute dtype: the owned shard, and the whole weights while they are in use."""
 
-from __future__ import annotations
-
 import torch
 
 from megazero.engine.mesh.collectives import Pending

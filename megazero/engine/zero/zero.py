@@ -19,8 +19,6 @@ there, and FetchWeights copies the weights of the owned range back, in every sta
 The classes here own memory and start collectives; the program (`engine.plan.program`) determines when.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """A foreign flag on a command line: its values as numbers and switches, and the flags around it."""
 
-from __future__ import annotations
-
 import ast
 import math
 from collections.abc import Callable, Mapping

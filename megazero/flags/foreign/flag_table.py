@@ -19,8 +19,6 @@ A flag that is missing in the table is unknown: the answer names the nearest fla
     answer.FLAGS: way out = values. They are refused.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import tomllib

@@ -1,7 +1,5 @@
 """Translate a command line that has flags of other systems into ours, and report the translations."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Each takes a `ForeignFlag` and returns words of ours, or none if there is nothin
 reason if it cannot translate. The first line of a docstring is the translation that docs/results/flags.md lists.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping

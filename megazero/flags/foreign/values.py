@@ -1,7 +1,5 @@
 """Values of our own flags as other systems spell or name them, and refusals of values that a flag does not take."""
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import re

@@ -1,7 +1,5 @@
 """Export of a checkpoint as a folder that transformers reads: safetensors, configuration, tokenizer."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -3,8 +3,6 @@
 Shapes: h hidden, n heads, g groups of heads that share keys and values, d head dim, f ffn, E experts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megazero.engine.kernels.eager import SWIGLU_LIMIT, SWIGLU_SLOPE

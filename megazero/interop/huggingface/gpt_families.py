@@ -1,7 +1,5 @@
 """The rows of GPT-2 and GPT-J; `families` has all rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megazero.interop.huggingface.model_types import (

@@ -1,7 +1,5 @@
 """Import of a Hugging Face model as a checkpoint of weights alone, from which a run starts."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

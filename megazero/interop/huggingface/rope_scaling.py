@@ -1,7 +1,5 @@
 """Rotary positions as `rope_parameters` of Hugging Face's configurations, and back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Shapes are those of `families`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megazero.interop.huggingface.model_types import (

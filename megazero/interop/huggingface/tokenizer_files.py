@@ -1,7 +1,5 @@
 """Tokenizers of an export and of an import."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights of a Hugging Face folder, read by each rank into its own shards."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path

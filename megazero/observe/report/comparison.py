@@ -1,7 +1,5 @@
 """The page of several runs: their curves on top of each other, their numbers, and the options in which they differ."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The curves of one or several runs, as the numbers that report.js draws."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

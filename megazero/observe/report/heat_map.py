@@ -1,7 +1,5 @@
 """Heat maps of report.html, as pixels of an SVG that the page's template draws."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

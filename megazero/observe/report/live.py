@@ -5,8 +5,6 @@
 is that process. It has the lowest priority, so that it takes only time that training leaves, and imports no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

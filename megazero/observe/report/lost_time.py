@@ -1,7 +1,5 @@
 """Goodput: the time of a run in steps that are kept, and the causes of the rest. docs/metrics.md defines them."""
 
-from __future__ import annotations
-
 from megazero.observe.pauses import PAUSES
 from megazero.observe.report.runs import Run
 from megazero.units import duration

@@ -1,7 +1,5 @@
 """Write report.html of a run: one file, readable offline. report.html.jinja is its template, report.js draws it."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

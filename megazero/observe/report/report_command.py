@@ -1,7 +1,5 @@
 """`megazero report`, also scripts/report.py: the command that writes the page of a run or of several, or serves it."""
 
-from __future__ import annotations
-
 import html
 import http.server
 import threading

@@ -1,7 +1,5 @@
 """Read the metrics and events of a run's log folder, and its curves as arrays."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """The table of a run's estimated memory and traffic, and notes on them for the start of the run. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

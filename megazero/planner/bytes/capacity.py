@@ -5,8 +5,6 @@ A lower bound (`least`), which counts layers by kind, refuses absurd sizes quick
 have failed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The part of each parameter that a rank owns: the master weights and moments that it updates and saves. Pure."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import NamedTuple

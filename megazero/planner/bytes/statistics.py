@@ -1,7 +1,5 @@
 """Bytes of the statistics of a step (--stats-interval). `observe.layer_statistics` allocates and sends them."""
 
-from __future__ import annotations
-
 from megazero.engine.model.layers.latent_attention import gathers_latents
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config

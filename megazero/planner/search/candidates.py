@@ -1,7 +1,5 @@
 """The layouts that a search compares: sizes of axes, schedule, ZeRO, recompute, micro-batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -4,8 +4,6 @@ Every rank makes the same choice, because it depends only on the flags, the numb
 device, whose memory is the same on equal nodes. `run_values` compares the chosen flags.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple

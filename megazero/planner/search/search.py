@@ -4,8 +4,6 @@
 events. The best of them are then simulated, and their memory is estimated, as by --plan.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -4,8 +4,6 @@ An operator takes the longer time of its FLOPs and its bytes, and the launch of 
 and a layer takes at least the host's time to issue its operators. docs/plan.md has the formulas.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping

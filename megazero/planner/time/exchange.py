@@ -1,7 +1,5 @@
 """`--cp-exchange auto`: whether a ring of keys and values hides behind attention, or is cheaper than latents. Pure."""
 
-from __future__ import annotations
-
 from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.dealing import dealt_tokens

@@ -4,8 +4,6 @@ Ranks are numbered pp-major, tp-minor, and fill one node after the other. A ring
 leaves the node. All groups of an axis communicate at the same time; those that leave a node share its network cards.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ makes the compute stream wait for it. All other operations run on the compute st
 receiver have both started it. Layers slow down while a collective runs. Pure.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

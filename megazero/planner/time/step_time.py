@@ -4,8 +4,6 @@ The update is simulated before the gradients of the next step: all ranks agree o
 step begins there, and the all-gathers of updated weights overlap with the forward that needs them.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from megazero.engine.model.stage import declare

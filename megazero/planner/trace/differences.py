@@ -6,8 +6,6 @@ train on wrong gradients in silence. So the trace of a layer refuses it: results
 until a collective joins them, and a gradient that is computed from them is one rank's summand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ An operator's bytes are those of the tensors that it reads and writes; only torc
 allocations without a write, are not recorded.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Axes and a mesh of which only this rank exists. They count the bytes of each collective, and send nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Damaged and forged checkpoints: one sentence, no traceback, no hang, nothing read outside the folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """scripts/checkpoint.py, and the check of every byte behind it."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import asdict
 from pathlib import Path

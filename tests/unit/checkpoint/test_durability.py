@@ -1,7 +1,5 @@
 """Flushes and renames of a save, in order: seen at the calls to the system, since no test can cut the power."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Decisions of the agent of an elastic run, as tables of cases without processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Start of a rank: the values that it reads from its launcher, how it joins, and the names of ranks in messages."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """The watchdog, slow ranks and copies that differ, without other ranks."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 tests/parallel/test_rehearsal.py compares the counts of real and rehearsed ranks.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The table of bad inputs in data_tools/README.md: each row's input gets the row's sentence, and leaves nothing."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

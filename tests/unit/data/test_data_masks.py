@@ -1,7 +1,5 @@
 """Loss masks: from conversations and keys to PREFIX.mask, and from there to the targets of a sample."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import zlib

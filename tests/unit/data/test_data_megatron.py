@@ -1,7 +1,5 @@
 """Megatron-LM's words for a tokenizer, given to data_tools/preprocess_data.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from data_tools.megatron import our_words

@@ -1,7 +1,5 @@
 """Files in the forms of HellaSwag's, ARC's, PIQA's, LAMBADA's and MMLU's authors become items of tasks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Items of tasks from files, their requests, and the samples that hold the requests."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from pathlib import Path

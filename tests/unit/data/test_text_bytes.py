@@ -1,7 +1,5 @@
 """Bytes of text per token of a corpus."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

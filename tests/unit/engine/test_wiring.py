@@ -4,8 +4,6 @@ A run is made in this process, by `pretrain_gpt.main` and `generate_texts`, with
 arguments of each are noted, and compared with a table, which must have an entry for every parameter.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

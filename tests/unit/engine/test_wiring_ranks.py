@@ -1,7 +1,5 @@
 """Ranks together, without other ranks: limits of time, the groups of each axis, the iterations observed."""
 
-from __future__ import annotations
-
 import datetime
 import socket
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Flags, presets, defaults, help, and every refusal of `resolve`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

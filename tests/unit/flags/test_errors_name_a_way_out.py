@@ -1,7 +1,5 @@
 """Refusals of a configuration that name values: every one of them, put into the command line, resolves."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Flags of Megatron-LM, DeepSpeed and Hugging Face: the translation of each, and of public scripts."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Values of a preset give way to the command line; a value that the command line gives is refused as before."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

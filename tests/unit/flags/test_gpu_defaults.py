@@ -1,7 +1,5 @@
 """Defaults that differ on GPUs: the choice, explicit flags, and the same choice in plans and rehearsals."""
 
-from __future__ import annotations
-
 import io
 from contextlib import redirect_stdout
 

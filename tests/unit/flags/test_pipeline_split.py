@@ -1,7 +1,5 @@
 """Layers of pipeline stages: by cost, and as given."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """scripts/presets: each resolves at its world size, and is the model of its name."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """--train-tokens, and --recipe auto: its laws, the flags that it keeps, and the run's config.toml."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from dataclasses import asdict

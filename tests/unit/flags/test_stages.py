@@ -1,7 +1,5 @@
 """Files of --data-stages: their borders, their flags, and one sentence for each mistake."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

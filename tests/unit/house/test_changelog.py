@@ -1,7 +1,5 @@
 """CHANGELOG.md keeps its form: three headings, short entries, no doubles, and flags that exist."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import re

@@ -1,7 +1,5 @@
 """README and docs: names exist, shown output is printed, and pages stay short."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

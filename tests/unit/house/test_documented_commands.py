@@ -1,7 +1,5 @@
 """The commands that the documents show: their programs exist, and their flags are read without an error."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

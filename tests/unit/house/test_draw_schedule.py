@@ -1,7 +1,5 @@
 """scripts/draw_schedule.py: text, SVG, PNG."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Every rule is a function from sources to complaints. The code must give none, and a planted fault must give one.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

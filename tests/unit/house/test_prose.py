@@ -1,7 +1,5 @@
 """Our English keeps its rules (`tests/helpers/prose.py`), and every rule sees a sentence that breaks it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers import prose

@@ -1,7 +1,5 @@
 """scripts/slurm/pretrain_*.sbatch and scripts/pretrain_*.sh: each starts the preset of its name."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

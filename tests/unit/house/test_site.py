@@ -1,7 +1,5 @@
 """The site: built from the same pages, searchable, and refused with a dead link."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import json

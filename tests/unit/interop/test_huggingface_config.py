@@ -1,7 +1,5 @@
 """config.json as the model: every key of every family is read, or refused by key and value."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

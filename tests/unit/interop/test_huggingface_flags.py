@@ -1,7 +1,5 @@
 """--hf-config on the command line: between a preset and the flags, and the model of a run that resumes."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from dataclasses import asdict, replace

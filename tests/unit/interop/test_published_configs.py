@@ -1,7 +1,5 @@
 """Published config.json files, as transformers 4 wrote them on the hub: read, and trained from their weights."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

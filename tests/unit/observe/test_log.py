@@ -1,7 +1,5 @@
 """metrics.jsonl, the progress line, TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

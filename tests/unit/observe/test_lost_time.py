@@ -1,7 +1,5 @@
 """Goodput of a run from the files of its log folder, with numbers worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The progress line, for people and for pipes; units; the peak that MFU is measured by."""
 
-from __future__ import annotations
-
 import math
 import pty
 import re

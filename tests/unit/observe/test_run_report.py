@@ -1,7 +1,5 @@
 """report.html and the comparison of runs: the values read from a log folder, and their drawing."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Sensors of a GPU, with a driver of the test's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The screen that a run begins with, and plan.txt."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Refusal of runs that cannot fit in memory: available bytes, a lower bound, and flags that make the run fit."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """`--layout auto`: given flags are kept, everything else is chosen, and a choice is the same on every rank."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Formulas that stand for a trace where one would take too long: they hold for every row and every kind of block."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

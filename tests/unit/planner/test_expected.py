@@ -1,7 +1,5 @@
 """The expected speed of a plan: from published runs, printed first, and with a range in which all of them are."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

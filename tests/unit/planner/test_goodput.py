@@ -1,7 +1,5 @@
 """Failures (--plan --mtbf): the formula next to a simulation of thousands of failures, and bytes counted by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Layouts that small runs never have: more than eight stages, several nodes, copies without tensor parallelism."""
 
-from __future__ import annotations
-
 import functools
 import io
 

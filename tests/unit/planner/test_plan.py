@@ -1,7 +1,5 @@
 """`--plan`: the time model against formulas worked out by hand, its bytes against the estimate, and refusals."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Plans and searches of models with experts: imbalance, bounds of memory, layouts of experts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

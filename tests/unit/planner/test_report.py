@@ -1,7 +1,5 @@
 """The table that a run prints at its start."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

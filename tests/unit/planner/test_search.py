@@ -1,7 +1,5 @@
 """`--plan-search`: it lists every layout, leaves out none that fits, and orders layouts whose order is known."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

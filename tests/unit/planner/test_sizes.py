@@ -1,7 +1,5 @@
 """The account: sizes of a step by hand, one place that derives them, and tokens of a rank as ranges."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 from collections import Counter

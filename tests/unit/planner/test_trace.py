@@ -1,7 +1,5 @@
 """Costs of layers by running them on stand-ins, against closed formulas: Narayanan's, Korthikanti's and our own."""
 
-from __future__ import annotations
-
 import itertools
 import resource
 from collections import Counter

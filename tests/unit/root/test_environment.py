@@ -1,7 +1,5 @@
 """Environment variables of torch's libraries: set before torch is imported, unless the user has set them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

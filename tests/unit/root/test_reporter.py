@@ -1,7 +1,5 @@
 """`megazero.log`: which ranks print a line, to which stream, in which form."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,7 +1,5 @@
 """`decode` returns typed values and names the file, the key and the expected type of a wrong one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

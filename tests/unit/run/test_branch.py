@@ -1,7 +1,5 @@
 """--decay-from: its flags, and the checkpoints and folders that it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path

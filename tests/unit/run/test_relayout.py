@@ -1,7 +1,5 @@
 """The table of layouts of an elastic run: chosen once, kept whole, and read again by the run that it is for."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

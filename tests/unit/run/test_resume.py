@@ -1,7 +1,5 @@
 """Loading and saving of a run: guard and lock of --save, pruning, replaced corpora, bad folders."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

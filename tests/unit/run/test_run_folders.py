@@ -1,7 +1,5 @@
 """Lists of values that are compared, refused, kept or printed: item by item, against lists written here."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Requests to stop a run: clocks and signals, without a run."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

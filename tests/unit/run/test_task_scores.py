@@ -1,7 +1,5 @@
 """The interval of --tasks, and the scores of results."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

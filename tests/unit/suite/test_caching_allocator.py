@@ -1,7 +1,5 @@
 """The simulation of torch's caching allocator, which test_fragmentation.py builds on."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

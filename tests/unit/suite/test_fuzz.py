@@ -1,7 +1,5 @@
 """`make fuzz` without ranks: pairs are drawn from their seed alone, and a pair that fails is printed to be pasted."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

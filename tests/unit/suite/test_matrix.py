@@ -1,7 +1,5 @@
 """The parity matrix: its rules are the command line's, and every legal pair of levels meets."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

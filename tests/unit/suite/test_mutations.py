@@ -1,7 +1,5 @@
 """tests/mutations.toml fits the code: whoever moves or changes a line that an entry names hears of it at once."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The pretended GPU's model of order and place, on a few operators each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

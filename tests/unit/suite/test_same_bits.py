@@ -1,7 +1,5 @@
 """tests/same_bits.py: the comparison of two trees."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """tests/silent_bugs.toml fits the code."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.planted import planted

@@ -1,7 +1,5 @@
 """Helpers of the suite itself: tables of cases, and the choice of tests for changed files."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

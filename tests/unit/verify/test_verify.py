@@ -1,7 +1,5 @@
 """`megazero verify` without ranks: runs are shrunk to the same shape, and bad input is refused in a sentence."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

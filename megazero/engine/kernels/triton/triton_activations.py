@@ -5,8 +5,6 @@ Bytes per element of w bytes:
 - SwiGLU 3 w per element of the result, its gradient 5 w: gate, value and dy are read, two gradients written.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

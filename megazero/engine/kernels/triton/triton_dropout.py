@@ -4,8 +4,6 @@ Bytes per element of w bytes: 2 w, for x and y; 3 w with a residual. Nothing els
 are arguments of the launch, so that the launch does not wait for a copy to the device.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Both map the products of hidden states and the output matrix to logits; see `eag
 bytes: w and 2 w. All is computed in fp32, and rounded once, when the gradient is written.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

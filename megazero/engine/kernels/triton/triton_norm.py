@@ -5,8 +5,6 @@ added. Each program sums the weight gradients of its rows in fp32 registers, the
 in the same order, without atomics. PROGRAMS and TURN are the same on every GPU, and so is that order.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

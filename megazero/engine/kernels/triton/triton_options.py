@@ -1,7 +1,5 @@
 """Options of a Triton launch. Products and sums stay separate operations, because fusing them changes the rounding."""
 
-from __future__ import annotations
-
 import triton
 
 

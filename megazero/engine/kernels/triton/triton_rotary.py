@@ -5,8 +5,6 @@ fp32 and rounded once. Tensors are [b, s, heads, d] with any strides except the 
 gradients' strides are those that attention's backward chooses.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ run sums the parts in order. So a token that is in every sample costs no serial 
 are no atomics, and the bits are the same every time.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank, t
 of keys and values of this rank, d head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Shapes: b samples, n heads, g groups of keys and values, d head dim, q queries, L keys.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

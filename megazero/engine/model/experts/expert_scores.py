@@ -8,8 +8,6 @@ no 1e-20 in the divisor, which DeepSeek-V3's code has: a router cannot switch it
 Shapes: T tokens, E experts, G groups of them, k experts of a token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -8,8 +8,6 @@ Shapes: T tokens, T' those of the residual stream on this rank, h hidden, E expe
 f width inside an expert; /tp = this rank's part.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import NamedTuple

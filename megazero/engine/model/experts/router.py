@@ -21,8 +21,6 @@ A later token can displace an earlier one, which is not causal, so only training
 Shapes: b micro-batch, s sequence, T tokens that this rank routes, E experts, k experts of a token, h hidden.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -10,8 +10,6 @@ Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank, n
 and values of this rank, d head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

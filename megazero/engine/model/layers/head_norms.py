@@ -3,8 +3,6 @@
 Shapes: b micro-batch, s sequence, T = b s tokens, n/tp heads of this rank, g groups of keys of this rank, d head dim.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

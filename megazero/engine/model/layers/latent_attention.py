@@ -23,8 +23,6 @@ on this rank, h hidden, n/tp heads of this rank, r elements of a latent, d_n and
 rotary ones, d = d_n + d_r, d_v dims of a value.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 

@@ -12,8 +12,6 @@ exception: a part that multiplies activations with each other has `score_flops`,
 Shapes: h hidden, T' tokens of the residual stream on this rank (`context.ResidualStream`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 import torch

@@ -12,8 +12,6 @@ Shapes: b micro-batch, s sequence, T = b s tokens, T' those of the residual stre
 rank's part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 

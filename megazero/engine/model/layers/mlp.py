@@ -1,7 +1,5 @@
 """The MLP of a block: x + mlp(norm(x)), [T', h] -> [T', h]; its inner width is sharded over tp."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn as nn
 

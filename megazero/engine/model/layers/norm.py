@@ -3,8 +3,6 @@
 Shapes: T tokens, h hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

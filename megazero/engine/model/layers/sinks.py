@@ -9,8 +9,6 @@ probability times dy y, since its value is 0.
 Shapes: b micro-batch, t tokens of a sample on this rank, s keys, n/tp heads of this rank, d head dim.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn as nn
 

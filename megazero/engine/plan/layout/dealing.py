@@ -8,8 +8,6 @@ With few pieces, runs of queries are long, which kernels like. With many, docume
 plain causal mask two pieces per rank are enough: one of the head and one of the tail of the sample.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -6,8 +6,6 @@ A *unit* is gathered, reduced and updated as one buffer: a block without its exp
 table, the position table or the head.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping

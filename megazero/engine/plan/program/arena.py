@@ -4,8 +4,6 @@ A unit's weights live from the start of their Gather to their Release. Units who
 The offsets depend on the program alone. They are equal on all ranks of an axis, and `planner.bytes.estimate` has them.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The pass that copies reduced gradients to host memory, behind the backward: --optimizer-cpu-offload. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from megazero.engine.plan.program.operations import (

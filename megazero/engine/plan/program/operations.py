@@ -7,8 +7,6 @@ Operations are not NamedTuples, because those compare equal across types: Sync("
 key among the operations in flight.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 

@@ -1,7 +1,5 @@
 """Passes of `engine.plan.program`. Each maps a list of operations to a new list. Pure: no torch."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator
 from dataclasses import replace

@@ -19,8 +19,6 @@ the final list, `planner.bytes.estimate` counts its bytes, `planner.time.simulat
     python scripts/print_program.py --zero-stage 3 --num-layers 2 --vocab-size 50257 --world-size 2
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from megazero.engine.plan.program.arena import delay, place_weights

@@ -1,7 +1,5 @@
 """`RankSpec`: layers, units and policies of a pipeline rank, the input of the passes of `engine.plan.program`. Pure."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -5,8 +5,6 @@ to a list of steps, and a line in SCHEDULES. `engine.plan.program.program` deriv
 `planner.time.simulate` its duration. docs/extending.md has an example.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Each activation has a forward and a backward in every table of kernels, and a plain function to compare with."""
 
-from __future__ import annotations
-
 import typing
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention with its weights in the open, against plain PyTorch: scores, dropout, and the backward of both."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

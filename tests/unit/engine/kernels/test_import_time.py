@@ -1,7 +1,5 @@
 """The start of a process: modules that it does not import, and the backward that needs none of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

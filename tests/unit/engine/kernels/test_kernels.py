@@ -1,7 +1,5 @@
 """Triton's kernels against torch's operators, in its interpreter; and how they are chosen."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Products by either library, and which one a run takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Random numbers by coordinate: equal for every cut, micro-batch and pass."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Rotary positions against transformers' functions: parts of a head, interleaved dims, scalings, kinds of layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory tracker: allocations, peaks, kinds that count as the device's."""
 
-from __future__ import annotations
-
 import pytest
 
 from megazero.engine.memory.tracker import KINDS, MemoryTracker

@@ -1,7 +1,5 @@
 """Kept inputs: slots, the arena through all that a run does to it, prefetch from the host, selective recompute."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The file of --optimizer-nvme-offload by itself: space, damage, names, and the system's cache."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Process groups of large meshes, with stand-ins for torch's calls: how many, and that every rank finds its own."""
 
-from __future__ import annotations
-
 import datetime
 from typing import Any
 

@@ -3,8 +3,6 @@
 tests/gpu asks CUDA itself (`test_a_step_waits_for_the_gpu_once`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import fields, replace
 from typing import Any

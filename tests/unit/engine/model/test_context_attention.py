@@ -3,8 +3,6 @@
 `tests/parallel/test_context_attention.py` has the results on real ranks.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 With both, a document's logits are those of the document alone: `tests/parallel/matrix.py` has the flags as a factor.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain, pairwise
 

@@ -1,7 +1,5 @@
 """Scores, choices and weights of a router against the published algorithm, token by token."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

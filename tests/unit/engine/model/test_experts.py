@@ -3,8 +3,6 @@
 Shapes: b samples, s tokens of a sample, T = b s tokens, E experts, k experts of a token, h hidden, f inner width.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

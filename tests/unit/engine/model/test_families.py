@@ -1,7 +1,5 @@
 """Every family against transformers' class with the same weights: logits, gradients, configuration, parameters."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

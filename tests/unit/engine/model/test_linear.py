@@ -1,7 +1,5 @@
 """Linear layers by themselves: rounding of their gradients; an MLP with its norm, as one Function."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The model's numerics against transformers' GPT-2, with the same weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

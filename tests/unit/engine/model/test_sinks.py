@@ -3,8 +3,6 @@
 `tests/parallel/matrix.py` has them in layouts, as a part of gpt-oss; `test_families.py` compares with transformers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Replicated weights whose gradient is a sum over tp: an omitted or a needless `summed` is refused by the trace."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -3,8 +3,6 @@
 `tests/parallel/matrix.py` has them as a factor; `test_families.py` compares with transformers.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

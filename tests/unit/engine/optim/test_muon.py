@@ -1,7 +1,5 @@
 """Muon and Lion in one process: against torch.optim.Muon, and against the formulas of their papers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """AdamW on flat slices against torch.optim.AdamW; the learning rate; the clip factor."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

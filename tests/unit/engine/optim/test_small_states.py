@@ -1,7 +1,5 @@
 """The small forms of --adam-moments and --master-weights, and random bits by coordinate."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

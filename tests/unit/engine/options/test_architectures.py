@@ -1,7 +1,5 @@
 """Architectures on the command line: defaults, refusals, declarations of layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Work is counted in lines of Python run, not in seconds: a loop over a billion candidates fails on any machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import random
@@ -29,7 +27,7 @@ from megazero.planner.bytes.capacity import check_memory
 from tests.helpers.programs import warm
 from tests.helpers.table import for_each
 
-MAX_LINES = 4_000_000  # an estimate takes up to some 1,000,000; a loop over a billion candidates never ends
+MAX_LINES = 40_000_000  # an estimate takes up to 10,000,000 (4096 layers, no cache filled); a loop over a billion candidates never ends
 HOST = Machine(range(1), "cpu", None, Available(8 << 30, "of host memory"))
 NUMBERS = {
     int: ["0", "-1", "7", "1000000007", "1000000000001", "9" * 4000],

@@ -1,7 +1,5 @@
 """The arena of gathered weights: offsets and size."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

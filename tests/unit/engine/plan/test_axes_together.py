@@ -1,7 +1,5 @@
 """Traces and start screens over every combination of axes: a name or a key that forgets one axis is ambiguous."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import defaultdict

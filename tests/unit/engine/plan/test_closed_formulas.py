@@ -5,8 +5,6 @@ al. 2022 (sequence parallelism). w and g are the bytes of a weight and of a grad
 that share a copy, M the micro-batches.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

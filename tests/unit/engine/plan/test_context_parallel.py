@@ -1,7 +1,5 @@
 """Context parallelism, without ranks: refusals, kept activations, the exchange that is chosen, reports."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Every flag has an effect: flipped, it changes the plan or the results, or a test is named that sees it."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Flat buffers: every small mix of parameters, against a mask of the elements."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

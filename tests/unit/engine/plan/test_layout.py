@@ -1,7 +1,5 @@
 """The rank grid, over every small layout."""
 
-from __future__ import annotations
-
 import itertools
 
 from megazero.engine.plan.layout.topology import AXES, SUB_AXES, Coord, Layout, ring_bytes

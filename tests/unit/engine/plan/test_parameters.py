@@ -1,7 +1,5 @@
 """The table of parameters: shapes, cuts, counts, and the stage of each."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """ZeRO policy: sharded states of a stage, uses of units, number of buckets."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from megazero.engine.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare

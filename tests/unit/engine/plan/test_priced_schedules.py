@@ -3,8 +3,6 @@
 A pass of a chunk takes 1 here: a forward, an input gradient, a weight gradient (`scripts.draw_schedule.thirds`).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Programs: the rules that every pass keeps, for every schedule and policy."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

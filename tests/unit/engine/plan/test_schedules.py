@@ -1,7 +1,5 @@
 """Every schedule for every small pipeline: order, memory, time, transfers, deadlock."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 A fault in such a function makes both wrong in the same way, so that no comparison of the two sees it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """fp16's range: small gradients of large global batches, on one rank of a pretended world."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 

@@ -1,7 +1,5 @@
 """ZeRO without ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
