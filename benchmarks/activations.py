@@ -30,10 +30,10 @@ from rich.table import Table
 from benchmarks.measure import interval
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import estimate
 from tests.helpers.block_bytes import block_saves, kept_by_a_block, korthikanti

@@ -14,13 +14,13 @@ from torch.optim.adamw import adamw
 
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import COMPUTE
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.host import Available, host_memory
 from megazero.planner.time.costs import StepCosts

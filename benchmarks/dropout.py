@@ -104,9 +104,9 @@ def training_steps(rounds: int, device: torch.device) -> Times:
     """4 layers, hidden 512, 8 heads, sequence 256, two samples."""
     from megazero.engine.mesh.mesh import Mesh
     from megazero.engine.model.stage import declare
-    from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
     from megazero.engine.step.batch import MicroBatch
     from megazero.engine.step.engine import Engine
+    from megazero.flags.config import Config, ModelConfig, TrainingConfig
     from megazero.flags.resolve import resolve
 
     layers, h, n, s, v, b = 4, 512, 8, 256, 8192, 2

@@ -42,7 +42,7 @@ from megazero.engine.mesh.collectives import AsyncTensor
 from megazero.engine.model.dispatch import Dispatch, SortedRows
 from megazero.engine.model.experts import experts as layers
 from megazero.engine.model.experts.router import Router
-from megazero.engine.options.schema import Config
+from megazero.flags.config import Config
 from megazero.torch_private import has_onednn
 
 LOSS_GAP = 1e-4  # relative, in fp32

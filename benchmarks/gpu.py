@@ -23,9 +23,9 @@ from benchmarks.measure import ratio_interval
 from benchmarks.peers import Work
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, TrainingConfig
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import Config, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.observe.step_metrics import memory_bytes
 from megazero.planner.bytes.estimate import stage_bytes

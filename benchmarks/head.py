@@ -29,8 +29,8 @@ from megazero.engine.model.layers.context import DTYPES, Context, DeviceBatch, M
 from megazero.engine.model.layers.norm import NoNorm
 from megazero.engine.model.layers.weight import GradWriter, Weight
 from megazero.engine.model.stage import Stage
-from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import ModelConfig
 from megazero.planner.trace.pretend import pretend_mesh
 
 CPU = torch.device("cpu")

@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.measure import interval
 from megazero.engine.model.layers.context import DeviceBatch, MicroBatchInfo
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
 from megazero.engine.plan.program.operations import Backward, Forward, GradNorm, Open
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.planner.trace.pretend import pretend_mesh
 

@@ -18,8 +18,8 @@ import tyro
 
 from megazero.checkpoint.streaming import bands, write_checkpoint
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import ModelConfig
 from megazero.flags.cli import parse
+from megazero.flags.config import ModelConfig
 from megazero.interop.huggingface.export import shapes_of
 from megazero.planner.parameter_counts import num_parameters
 from megazero.run.run_state import RunState

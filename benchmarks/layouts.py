@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.predict import mock_batches
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.step.engine import Engine
 from megazero.flags.cli import read
+from megazero.flags.config import Config
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, value_of
 from megazero.flags.resolve import resolve
 from megazero.host import Machine, host_memory

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.reports.pictures import bars
 from benchmarks.reports.published import FIGURE_2_BASELINE, FIGURE_2_ZERO, FIGURE_3, FIGURE_6, ZeroRun
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import stage_bytes
 from megazero.planner.parameter_counts import num_parameters

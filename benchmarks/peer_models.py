@@ -15,10 +15,10 @@ import torch.nn.functional as F
 
 from megazero.engine.kernels import initial_values
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.layout.parameters import LocalBlock
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import Config, ModelConfig
 
 
 class PlainBlock(nn.Module):

@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from benchmarks.peer_models import TorchtitanLlama, plain_model
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
+from megazero.flags.config import Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
 
 
 @dataclass(frozen=True)

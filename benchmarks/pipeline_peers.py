@@ -27,9 +27,9 @@ from benchmarks.peer_models import PlainBlock, draw_weights
 from benchmarks.peers import Training
 from benchmarks.processes import Job, alive, isolate, quotients, shown, take_turns
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.schedule.schedules import SCHEDULES
+from megazero.flags.config import Config, ModelConfig
 from megazero.flags.resolve import resolve
 
 LOSS_GAP = 1e-5  # relative: fp32, other kernels for the loss

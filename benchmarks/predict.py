@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import device
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
 from megazero.planner.time.step_time import step_time
 from tests.helpers.ranks import Program, Ranks

@@ -28,10 +28,10 @@ from megazero.cluster import launch
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.context import DTYPES
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
 from megazero.flags.cli import parse
+from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.interop.huggingface.families import family_of
 from megazero.run.kernel_choices import choose_matmul_backend

@@ -31,12 +31,12 @@ from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.context import DeviceBatch, MicroBatchInfo
 from megazero.engine.model.stage import declare
 from megazero.engine.optim.step import StepParams
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.layers import Use
 from megazero.engine.plan.program.operations import GradNorm, Open, Update
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import RankSpec
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import Config, ModelConfig
 from megazero.flags.resolve import resolve
 from megazero.run.kernel_choices import choose_matmul_backend
 

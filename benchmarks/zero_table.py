@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig, ZeroConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import Config, ModelConfig, TrainingConfig, ZeroConfig
 from megazero.flags.resolve import resolve
 from megazero.observe.step_metrics import memory_bytes
 from megazero.planner.bytes.estimate import estimate, stage_bytes

@@ -17,7 +17,6 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.flat_layout import FlatParam, flat_layout
 from megazero.engine.plan.layout.layers import Use
 from megazero.engine.plan.layout.topology import Layout
@@ -26,6 +25,7 @@ from megazero.engine.plan.program.operations import Backward, BackwardWeights, F
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import PlannedLayer, RankSpec, Unit
 from megazero.engine.plan.schedule.schedules import EVALUATION, SCHEDULES
+from megazero.flags.config import Config
 from megazero.optional import missing_package
 from megazero.planner.time.simulate import Computation, Timing, simulate
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from megazero.cluster import local
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.schedule.schedules import SCHEDULES
+from megazero.flags.config import Config
 from megazero.flags.flag_names import as_flag, flags, value_of, with_values
 from megazero.flags.presets import over_defaults
 from megazero.flags.resolve import resolve

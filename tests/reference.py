@@ -24,10 +24,10 @@ from megazero.engine.kernels import initial_values
 from megazero.engine.kernels.dropout import Dropout, Rows
 from megazero.engine.kernels.rotary import Rotary
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.layout.parameters import LocalBlock
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import Config, ModelConfig
 from tests.helpers.small import round_moments_
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.reports.blocks import markdown, write_blocks
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import CheckpointConfig, DataConfig, LogConfig
 from megazero.flags.cli import parse
+from megazero.flags.config import CheckpointConfig, DataConfig, LogConfig
 from megazero.flags.flag_names import flags
 from megazero.flags.foreign.flag_table import FLAGS, Foreign, kebab, read_table, read_values
 from megazero.flags.foreign.translate import Answer, Translated, is_ours, split_items, translate

@@ -16,12 +16,12 @@ from benchmarks.reports.blocks import markdown, percent
 from benchmarks.reports.published import EAGER, TRAINED, TrainedRun
 from benchmarks.reports.searches import NARAYANAN_CASES, Case
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import Forward, Gather, Recompute
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.files import replace_file
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.planner.expected import PUBLISHED, reached
 from megazero.planner.run_plan import Plan, make_plan, plan_config
 from megazero.planner.time.costs import StepCosts

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.huggingface import measure
-from megazero.engine.options.schema import ModelConfig
+from megazero.flags.config import ModelConfig
 
 pytestmark = pytest.mark.second
 

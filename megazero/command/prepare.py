@@ -13,10 +13,10 @@ from megazero.data.remembered import data_tokenizer
 from megazero.data.task_requests import EncodedTasks, PackedRequests
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.files import explain
 from megazero.flags.cli import Command
+from megazero.flags.config import Config, ModelConfig
 from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.flags.resolve import resolve
 from megazero.flags.stages import DataStage, last_samples, longest, read_stages

@@ -17,8 +17,9 @@ from megazero.cluster.same_start import agree
 from megazero.cluster.watchdog import Watchdog
 from megazero.command.prepare import Checked, Prepared, prepare
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.options.schema import Config
 from megazero.flags.cli import Command
+from megazero.flags.config import Config
+from megazero.flags.corpus_flags import document_flags
 from megazero.interop.huggingface.export import export_run
 from megazero.interop.huggingface.weight_files import open_weights
 from megazero.log import log
@@ -159,7 +160,7 @@ def build(prepared: Prepared, checked: Checked, mesh: Mesh, signals: Signals, cl
         config,
         mesh,
         datasets,
-        eod=tokenizer.eod if tokenizer and config.data.document_flags else None,
+        eod=tokenizer.eod if tokenizer and document_flags(config.data) else None,
         watchdog=watchdog,
         tokenizer=tokenizer,
         tasks=tasks,

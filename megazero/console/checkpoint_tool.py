@@ -36,8 +36,8 @@ from megazero.checkpoint import verify
 from megazero.checkpoint.manifest import MANIFEST, read_manifest, unchecked_state
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import BYTES
 from megazero.files import explain
+from megazero.flags.config import BYTES
 from megazero.flags.help import with_whole_lines
 from megazero.optional import missing_package
 from megazero.run.run_state import RunState, other_folder, tokenizer_for

@@ -14,10 +14,10 @@ from megazero.cluster import launch
 from megazero.data.tokenizer import Tokenizer, end_of_document
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig, ParallelConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.files import explain, read_regular
 from megazero.flags.cli import read_flags
+from megazero.flags.config import Config, ModelConfig, ParallelConfig
 from megazero.flags.resolve import resolve
 from megazero.generation.generate import Generator, Text, packed_prompts
 from megazero.generation.guesses import Guesses

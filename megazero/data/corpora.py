@@ -21,9 +21,8 @@ from megazero.data.mock import MockSamples, mock_loss_floor
 from megazero.data.packing import Filling, PackedDataset
 from megazero.data.samples import SPLITS, GPTDataset, Samples, WholeSplit, require_vocabulary, split_ranges
 from megazero.data.tokenizer import Tokenizer
-from megazero.engine.options.limits import is_number
-from megazero.engine.options.run_options import MAX_NAMED_CORPORA
 from megazero.files import read_small
+from megazero.flags.corpus_flags import MAX_NAMED_CORPORA, is_number
 from megazero.units import things
 
 # Bytes of all corpora without PREFIX.json that are searched, at both ends, for ids outside the vocabulary.

@@ -18,9 +18,9 @@ from megazero.data.blending import BlendedDataset
 from megazero.data.indexed import Int64s
 from megazero.data.samples import NO_TOKEN, Sample, Samples
 from megazero.engine.options.batch_sizes import PADDING, micro_batches
-from megazero.engine.options.run_options import MAX_NAMED_CORPORA
 from megazero.engine.step.batch import MicroBatch
 from megazero.flags.batch_ramp import BatchSizes
+from megazero.flags.corpus_flags import MAX_NAMED_CORPORA
 
 # Steps that each thread reads ahead.
 PREFETCHED_STEPS = 2

@@ -6,7 +6,8 @@ from megazero.data.about import read_about
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.data.indexed import IndexedDataset
 from megazero.data.tokenizer import SPECS, Tokenizer, beside, load_tokenizer
-from megazero.engine.options.schema import Config
+from megazero.flags.config import Config
+from megazero.flags.corpus_flags import document_flags
 
 
 def data_tokenizer(config: Config) -> Tokenizer | None:
@@ -28,9 +29,10 @@ def data_tokenizer(config: Config) -> Tokenizer | None:
             break
         if found is not None:
             return found
-    if data.document_flags:
+    flags = document_flags(data)
+    if flags:
         raise ValueError(
-            f"{data.document_flags[0]} needs the end-of-document token, and no PREFIX.json of --data-path names a "
+            f"{flags[0]} needs the end-of-document token, and no PREFIX.json of --data-path names a "
             f"tokenizer; give --tokenizer: {SPECS}"
         )
     return None

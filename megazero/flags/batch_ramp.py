@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megazero.engine.options.schema import Config
+from megazero.flags.config import Config
 
 
 def data_parallel_size(world_size: int, pp: int = 1, tp: int = 1, cp: int = 1) -> int:

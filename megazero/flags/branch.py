@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from megazero.engine.options.schema import Config
+from megazero.flags.config import Config
 from megazero.flags.flag_names import as_flag, with_values
 
 # Flags that a branch sets: the command line leaves them out, and those of a preset give way.

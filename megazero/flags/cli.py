@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from megazero.called_as import in_own_words, program_name
-from megazero.engine.options.schema import Config
 from megazero.flags.branch import branch
+from megazero.flags.config import Config
 from megazero.flags.duration import count_iterations
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, to_toml, toml_value, value_of, with_values
 from megazero.flags.foreign.translate import OWN_WORDS, refusals, split_items, translate

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from megazero.engine.options.schema import Config
 from megazero.flags.batch_ramp import batch_sizes, data_parallel_size
+from megazero.flags.config import Config
 from megazero.flags.flag_names import flags, with_values
 from megazero.flags.limit_checks import out_of_range
 

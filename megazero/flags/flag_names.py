@@ -1,4 +1,4 @@
-"""Flags as a table, made from the dataclass tree of `schema`; a configuration written as flags or as TOML."""
+"""Flags as a table, made from the dataclass tree of `config`; a configuration written as flags or as TOML."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from megazero.engine.options.limits import Bounds
-from megazero.engine.options.schema import Config
+from megazero.flags.config import Config
 
 # Flags that a search for a layout sets, in the order of a command line.
 LAYOUT_FLAGS = (

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megazero.engine.options.schema import CheckpointConfig, Config
+from megazero.flags.config import CheckpointConfig, Config
 from megazero.flags.flag_names import as_flag, flags, value_of, with_values
 from megazero.flags.limit_checks import shorten
 from megazero.flags.validate import NEEDS, decay_end, iteration_range, lacks_needed

@@ -8,7 +8,7 @@ import typing
 from typing import Annotated, Any
 
 from megazero.called_as import in_own_words
-from megazero.engine.options.schema import Config, PlanConfig
+from megazero.flags.config import Config, PlanConfig
 from megazero.flags.flag_names import Flag, flags
 
 # The flags of a normal run, in the order in which one thinks of them.

@@ -8,10 +8,10 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig
 from megazero.engine.plan.layout.layers import Layers
 from megazero.engine.plan.layout.topology import even_split
 from megazero.engine.plan.schedule.schedules import SCHEDULES, placement
+from megazero.flags.config import ActivationConfig, Config, ModelConfig
 from megazero.flags.limit_checks import shorten
 
 WORTH_IT = 0.01  # least gain of the busiest rank from an uneven split, because an even one is easier to read

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from megazero.engine.options.architectures import ARCHITECTURES
-from megazero.engine.options.schema import Config
 from megazero.files import read_small
+from megazero.flags.config import Config
 from megazero.flags.flag_names import flags, with_values
 from megazero.flags.foreign.flag_table import retired
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from megazero.engine.options.schema import Config
+from megazero.flags.config import Config
 from megazero.flags.flag_names import as_flag, value_of, with_values
 
 STEP_LAW = "Step Law, arXiv:2503.04715"

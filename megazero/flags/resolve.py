@@ -6,12 +6,12 @@ import fnmatch
 import math
 
 from megazero.engine.options.optimizers import BLOCK, MOST_BLOCKS
-from megazero.engine.options.schema import ActivationConfig, Config, DataConfig, ParallelConfig
 from megazero.engine.plan.layout.dealing import dealt_multiple
 from megazero.engine.plan.layout.layers import Declare
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.schedule.schedules import SCHEDULES
 from megazero.flags.batch_ramp import batch_sizes
+from megazero.flags.config import ActivationConfig, Config, DataConfig, ParallelConfig
 from megazero.flags.flag_names import as_flag
 from megazero.flags.limit_checks import divisors, shorten
 from megazero.flags.pipeline_split import layer_costs, layer_split

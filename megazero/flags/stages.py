@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megazero.engine.options.schema import Config
 from megazero.files import explain, read_small
 from megazero.flags.batch_ramp import batch_sizes
 from megazero.flags.branch import SETS
+from megazero.flags.config import Config
 from megazero.flags.flag_names import value_of, with_values
 from megazero.flags.presets import typed_values
 from megazero.flags.validate import plans, skipped_samples

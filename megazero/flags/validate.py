@@ -9,8 +9,9 @@ import re
 import tempfile
 from pathlib import Path
 
-from megazero.engine.options.schema import CheckpointConfig, Config, PlanConfig
 from megazero.files import explain
+from megazero.flags.config import CheckpointConfig, Config, PlanConfig
+from megazero.flags.corpus_flags import document_flags
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, value_of
 from megazero.flags.limit_checks import check_text, out_of_range, shorten
 from megazero.flags.validate_model import check_model
@@ -282,7 +283,7 @@ def _check_writable(flag: str, path: Path) -> None:
 def _check_data(config: Config) -> None:
     data, evaluation = config.data, config.evaluation
     skipped_samples(config)
-    for flag in data.document_flags:
+    for flag in document_flags(data):
         if not (data.tokenizer or data.data_path or data.data_args_path):
             raise ValueError(f"{flag} needs --tokenizer, because it looks for the end-of-document token")
     for name in ("data-path", "data-args-path"):

@@ -4,7 +4,7 @@ import math
 import re
 
 from megazero.engine.options.architectures import ARCHITECTURES, ArchitectureTraits
-from megazero.engine.options.schema import Config, ModelConfig
+from megazero.flags.config import Config, ModelConfig
 from megazero.flags.flag_names import as_flag, flags, value_of
 from megazero.flags.limit_checks import divisors, shorten
 

@@ -14,8 +14,8 @@ import torch
 
 from megazero.checkpoint.streaming import TensorReader, bands
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import ModelConfig
 from megazero.engine.step.optimization import DECAYS
+from megazero.flags.config import ModelConfig
 from megazero.interop.weights_only import write_weights
 from megazero.run.changes import BY_FLAG, MODEL
 from megazero.run.resume import check_same_model

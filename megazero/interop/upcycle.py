@@ -14,8 +14,8 @@ import torch
 from megazero.checkpoint.streaming import TensorReader, bands
 from megazero.engine.kernels import initial_values
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.parameters import LocalBlock, ParamSpec
+from megazero.flags.config import Config, ModelConfig
 from megazero.flags.validate import check_values
 from megazero.interop.weights_only import write_weights
 from megazero.run.run_state import RunState

@@ -10,9 +10,9 @@ import torch
 
 from megazero.checkpoint.streaming import write_checkpoint
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.files import new_folder, write_atomically
+from megazero.flags.config import Config, ModelConfig
 from megazero.flags.flag_names import to_toml
 from megazero.run.run_state import RunState, attached_tokenizer, run_tokenizer
 

@@ -12,10 +12,10 @@ import torch
 
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.program.operations import COMPUTE, Op, Transfer, inner
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.flags.config import Config
 from megazero.observe.timeline import Interval
 from megazero.planner.time.simulate import simulate
 

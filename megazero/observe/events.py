@@ -21,8 +21,8 @@ import torch
 from megazero.cluster import scheduler
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.flags.cli import Command
+from megazero.flags.config import Config
 from megazero.log import log
 from megazero.observe.progress_line import Record
 from megazero.observe.report.live import RELOAD_SECONDS

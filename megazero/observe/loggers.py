@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from megazero.engine.options.schema import Config, LogConfig
 from megazero.files import OutputFile, explain, read_regular, replace_file
 from megazero.flags.cli import Command
+from megazero.flags.config import Config, LogConfig
 from megazero.flags.flag_names import flags, to_toml, value_of
 from megazero.log import log
 from megazero.observe.progress_line import InUse, ProgressLine, Record

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from megazero.engine.options.schema import Config
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import Config
 from megazero.flags.validate import iteration_range
 from megazero.log import log
 from megazero.observe import stragglers

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from megazero.engine.options.schema import Config
+from megazero.flags.config import Config
 from megazero.log import log
 from megazero.observe.shown_tasks import task_scores
 from megazero.units import count, duration, size

@@ -11,11 +11,11 @@ import torch
 
 from megazero.engine.model.scores import Scores
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.dealing import dealt_multiple, dealt_tokens
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.files import explain, replace_file
+from megazero.flags.config import Config
 from megazero.flags.flag_names import as_flag, flags, to_toml, value_of
 from megazero.flags.presets import preset_values
 from megazero.flags.stages import WHOLE, DataStage, last_samples

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from megazero.engine.options.schema import ModelConfig
 from megazero.engine.step.engine import Engine
 from megazero.engine.step.expert_loads import ExpertLoads
 from megazero.engine.step.results import StepResult
+from megazero.flags.config import ModelConfig
 
 
 def memory_bytes(engine: Engine, result: StepResult) -> dict[str, int]:

@@ -13,7 +13,7 @@ The best T is about sqrt(2 C M) (Young 1974), if that is much shorter than M.
 import math
 from typing import NamedTuple
 
-from megazero.engine.options.schema import Config
+from megazero.flags.config import Config
 from megazero.planner.bytes.capacity import checkpoint_bytes
 from megazero.planner.time.devices import Device
 

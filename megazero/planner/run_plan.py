@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 from megazero.data.remembered import data_tokenizer
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.flags.config import Config
 from megazero.flags.flag_names import with_values
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_device, check_values

@@ -10,7 +10,6 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import NamedTuple
 
 from megazero.engine.memory import COPY_DEPTH
-from megazero.engine.options.schema import BYTES, Config
 from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.layout.flat_layout import Matrices, Range, partition_numel
 from megazero.engine.plan.layout.layers import ROUTER_SUMS, LayerKind
@@ -44,6 +43,8 @@ from megazero.engine.plan.program.operations import (
     WriteStates,
 )
 from megazero.engine.plan.program.rank_spec import RankSpec
+from megazero.flags.config import BYTES, Config
+from megazero.flags.corpus_flags import named_corpora
 from megazero.planner.state_shares import States
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
@@ -362,7 +363,7 @@ class StepSizes:
         """Return the all-reduces of a step outside its program: of counts of targets, of losses and of routers."""
         model = self.config.model
         depths = model.mtp_num_layers if self.config.trains else 0
-        found = agreement("data", "data", "pp", numbers=self.config.data.named_corpora + depths)
+        found = agreement("data", "data", "pp", numbers=named_corpora(self.config.data.data_path) + depths)
         if layers := len(model.expert_layers):
             found += agreement("data", "tp", "pp", numbers=layers * (model.num_experts + ROUTER_SUMS))
         return found

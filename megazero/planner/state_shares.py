@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple
 
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.parameters import ParamSpec
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import DENSE, ShardingGroup, offload_fraction, sharding_groups
 from megazero.engine.plan.optimizer_sizes import OwnedSizes, Rates
+from megazero.flags.config import Config
 
 
 def least_rates(config: Config) -> Rates:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path
-from megazero.engine.options.schema import Config, OptimizerConfig
 from megazero.engine.step.optimization import learning_rate
+from megazero.flags.config import Config, OptimizerConfig
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag
 from megazero.run.run_state import RunState
 

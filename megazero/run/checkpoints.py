@@ -20,10 +20,10 @@ from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.mesh.collectives import MIN
 from megazero.engine.options.optimizers import AVERAGE
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.step.engine import Engine
 from megazero.engine.zero.shards import LocalShard
 from megazero.flags.branch import SETS
+from megazero.flags.config import Config, ModelConfig
 from megazero.flags.stages import WHOLE, DataStage
 from megazero.log import log
 from megazero.run.changes import changed_options

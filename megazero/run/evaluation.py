@@ -10,8 +10,8 @@ from typing import NamedTuple
 from megazero.data.corpora import Datasets
 from megazero.data.loader import Batches
 from megazero.data.samples import Samples
-from megazero.engine.options.schema import Config
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import Config
 from megazero.log import log
 from megazero.observe.progress_line import Record
 from megazero.observe.shown_tasks import task_scores

@@ -9,7 +9,7 @@ from pathlib import Path
 from megazero import checkpoint
 from megazero.checkpoint.folders import folder_name, iteration_of, partial_folder, retire
 from megazero.checkpoint.locking import PARTIAL, check_owner
-from megazero.engine.options.schema import CheckpointConfig
+from megazero.flags.config import CheckpointConfig
 from megazero.log import log
 from megazero.run.checkpoints import Checkpoints
 from megazero.run.run_state import Progress

@@ -4,7 +4,8 @@ from megazero.data.corpora import Continued, Datasets, mock_datasets, open_datas
 from megazero.data.task_files import read_tasks
 from megazero.data.task_requests import EncodedTasks, encode_tasks
 from megazero.data.tokenizer import Tokenizer
-from megazero.engine.options.schema import Config
+from megazero.flags.config import Config
+from megazero.flags.corpus_flags import document_flags
 
 
 def require_data(config: Config) -> None:
@@ -44,7 +45,7 @@ def open_data(config: Config, tokenizer: Tokenizer | None, begins: Continued | N
         vocab_size=config.model.vocab_size,
         tokenizer=tokenizer,
         needed=needed,
-        document_flags=data.document_flags,
+        document_flags=document_flags(data),
         split_by=data.split_by,
         begins=begins,
         packing=data.packing,

@@ -15,9 +15,9 @@ from megazero.engine.kernels.kernel_table import EAGER, TRITON
 from megazero.engine.kernels.matmul import TORCH, Products
 from megazero.engine.mesh.collectives import MAX
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import Config
 from megazero.torch_private import has_onednn
 
 LEAST, MOST = 10**8, 2 * 10**9  # FLOPs of a product: below the first oneDNN gains nothing; the second takes long enough

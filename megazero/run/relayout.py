@@ -15,8 +15,8 @@ import msgspec
 
 from megazero.checkpoint.folders import save_mark
 from megazero.checkpoint.shared_outcome import from_rank, gather_all
-from megazero.engine.options.schema import Config
 from megazero.files import read_small, write_atomically
+from megazero.flags.config import Config
 from megazero.flags.flag_names import LAYOUT_FLAGS
 from megazero.flags.validate import elastic_nodes
 from megazero.log import log

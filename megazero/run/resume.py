@@ -12,8 +12,8 @@ from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.data.tokenizer import hub_hint
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import CheckpointConfig, Config, ModelConfig
 from megazero.flags.batch_ramp import batch_sizes
+from megazero.flags.config import CheckpointConfig, Config, ModelConfig
 from megazero.flags.stages import DataStage
 from megazero.log import log
 from megazero.run.run_state import RunState, is_hugging_face

@@ -16,8 +16,8 @@ from megazero.checkpoint import Damaged
 from megazero.checkpoint.folders import LATEST
 from megazero.checkpoint.manifest import read_state_file
 from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
-from megazero.engine.options.schema import Config, ModelConfig, OptimizerConfig
 from megazero.engine.step.optimization import learning_rate
+from megazero.flags.config import Config, ModelConfig, OptimizerConfig
 from megazero.flags.validate import check_values
 
 TOKENIZER = "tokenizer"  # folder of the tokenizer in a checkpoint

@@ -9,7 +9,7 @@ import torch
 import megazero
 from megazero.data.corpora import Datasets, parse_data_path, read_data_args
 from megazero.data.tokenizer import Tokenizer
-from megazero.engine.options.schema import Config
+from megazero.flags.config import Config
 from megazero.flags.flag_names import flags, value_of
 from megazero.flags.stages import DataStage
 

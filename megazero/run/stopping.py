@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from megazero.cluster import agent_notes
-from megazero.engine.options.schema import CheckpointConfig, Config
+from megazero.flags.config import CheckpointConfig, Config
 from megazero.flags.validate import plans
 from megazero.log import log
 

@@ -22,10 +22,10 @@ from megazero.data.task_files import ChoiceItem, ClozeItem, Item, TextItem
 from megazero.data.task_requests import NO_REQUEST, EncodedTasks, PackedRequests, TaskRequests
 from megazero.engine.model.layers.fused_attention import is_attention_fused
 from megazero.engine.options.batch_sizes import PADDING
-from megazero.engine.options.schema import Config
 from megazero.engine.step.engine import Engine
 from megazero.files import explain, replace_file
 from megazero.flags.batch_ramp import BatchSizes
+from megazero.flags.config import Config
 from megazero.flags.validate import check_device
 from megazero.observe.loggers import finite
 from megazero.observe.progress_line import Record

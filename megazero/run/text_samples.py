@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from megazero.data.tokenizer import Tokenizer, end_of_document
-from megazero.engine.options.schema import Config
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
 from megazero.files import read_regular
+from megazero.flags.config import Config
 from megazero.generation.generate import Generator, NewTokens
 from megazero.generation.kv_cache import KVCache
 from megazero.generation.sampling import Sampling

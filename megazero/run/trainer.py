@@ -12,10 +12,10 @@ from megazero.data.task_requests import PackedRequests
 from megazero.data.text_bytes import bytes_per_token
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.options.schema import Config
 from megazero.engine.step.engine import Engine
 from megazero.engine.step.results import StepResult
 from megazero.flags.batch_ramp import BatchSizes, batch_sizes
+from megazero.flags.config import Config
 from megazero.flags.validate import skipped_samples
 from megazero.log import log
 from megazero.observe.bad_step import diagnose_step

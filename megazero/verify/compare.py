@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megazero.engine.options.optimizers import AVERAGE
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.layers import Layers
 from megazero.engine.plan.layout.parameters import ParamSpec
+from megazero.flags.config import Config
 from megazero.units import things
 from megazero.verify.tolerance import Tolerance, scales
 from megazero.verify.training import Array, Sums, Trained, VerifiedStep, joined

@@ -1,7 +1,7 @@
 """Bytes and traffic of ranks next to the plan's, which are equal to the byte."""
 
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import Config
 from megazero.planner.bytes.estimate import estimate
 from megazero.verify.training import Trained
 

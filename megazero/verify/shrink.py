@@ -15,7 +15,10 @@ from typing import Any, NamedTuple
 
 from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES
-from megazero.engine.options.schema import (
+from megazero.engine.plan.layout.dealing import rank_tokens
+from megazero.engine.plan.layout.layers import Layers
+from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import (
     CheckpointConfig,
     Config,
     DataConfig,
@@ -25,9 +28,6 @@ from megazero.engine.options.schema import (
     MonitorConfig,
     PlanConfig,
 )
-from megazero.engine.plan.layout.dealing import rank_tokens
-from megazero.engine.plan.layout.layers import Layers
-from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.flag_names import flags, value_of, with_values
 
 MOST_RANKS = 8

@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.parameters import ParamSpec
+from megazero.flags.config import Config
 from megazero.verify.training import Array, VerifiedStep
 
 ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "tf32": 2.0**-11, "bf16": 2.0**-8}

@@ -19,12 +19,13 @@ from megazero.data.mock import MockSamples
 from megazero.data.samples import NO_TOKEN, Sample
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.options.batch_sizes import micro_batches
-from megazero.engine.options.schema import CheckpointConfig, Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import Backward, Forward, Op, Update
 from megazero.engine.step.engine import Engine
 from megazero.engine.zero.flat_unit import OwnedPart
 from megazero.flags.batch_ramp import batch_sizes
+from megazero.flags.config import CheckpointConfig, Config
+from megazero.flags.corpus_flags import document_flags
 from megazero.log import log_as
 from megazero.observe.step_metrics import memory_bytes
 from megazero.run.checkpoints import CheckpointLoader, Checkpoints
@@ -175,7 +176,7 @@ def train_rank(rank: int, device: torch.device, task: Task) -> Trained:
     config = replace(task.config, checkpoint=folders)
     mesh = Mesh.build(task.layout, rank, device, config.parallel.distributed_timeout_minutes)
     samples: Any = MockSamples(SPLIT, config.model.seq_length, config.training.seed, config.model.vocab_size)
-    documents, packed = bool(config.data.document_flags), config.data.packing != "split"
+    documents, packed = bool(document_flags(config.data)), config.data.packing != "split"
     samples = MadeUpDocuments(samples, packed) if documents or packed else samples
     datasets = Datasets(samples, samples, samples)
     trainer = Trainer(config, mesh, datasets, END if documents else None)

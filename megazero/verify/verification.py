@@ -12,10 +12,10 @@ import torch
 
 from megazero.cluster.local import LocalRanks, RankLost
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import ActivationConfig, Config, ParallelConfig, ZeroConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.batch_ramp import batch_sizes
 from megazero.flags.cli import Command, read, read_own
+from megazero.flags.config import ActivationConfig, Config, ParallelConfig, ZeroConfig
 from megazero.flags.flag_names import flags, value_of, with_values
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_device

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.engine.options.schema import ModelConfig
+from megazero.flags.config import ModelConfig
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import to_transformers
 from tests.helpers.programs import warm

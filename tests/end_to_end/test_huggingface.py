@@ -17,8 +17,8 @@ from megazero.console.checkpoint_tool import Export, Import, export_checkpoint, 
 from megazero.data.tokenizer import PROBE, load_tokenizer
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.context import MicroBatchInfo
-from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import ModelConfig
 from megazero.generation.model import InferenceModel
 from megazero.interop.huggingface.families import family_of
 from megazero.run.run_state import RunState, run_tokenizer

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import ModelConfig
 from megazero.flags.flag_names import as_flag
 from megazero.interop.huggingface.families import family_of
 from tests.end_to_end.cli import metrics, pretrain

@@ -13,7 +13,7 @@ import torch
 from megazero.console.checkpoint_tool import Export, export_checkpoint
 from megazero.data.task_files import read_tasks
 from megazero.data.task_requests import encode_tasks
-from megazero.engine.options.schema import ModelConfig
+from megazero.flags.config import ModelConfig
 from megazero.generation.generate import Generator
 from megazero.generation.sampling import Sampling
 from megazero.interop.lm_eval_model import CheckpointScorer, lm_eval_class

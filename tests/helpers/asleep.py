@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.weight import GradWriter, Weight
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.engine.plan.layout.layers import Use
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import COMPUTE, Op, name_of
@@ -21,6 +20,7 @@ from megazero.engine.plan.program.rank_spec import PlannedLayer, rank_spec
 from megazero.engine.plan.schedule.schedules import SCHEDULES
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.planner.time.simulate import Timing, simulate
 from scripts.draw_schedule import thirds

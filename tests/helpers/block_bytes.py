@@ -6,11 +6,11 @@ import torch
 
 from megazero.command.rehearsal.allocated import Allocated
 from megazero.engine.model.layers.context import DeviceBatch, MicroBatchInfo
-from megazero.engine.options.schema import BYTES, Config
 from megazero.engine.plan.layout.layers import Use
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import Forward, Keep
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import BYTES, Config
 from megazero.planner.sizes import kept_input_bytes
 from megazero.planner.trace.trace import trace_block
 

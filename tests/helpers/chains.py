@@ -15,7 +15,7 @@ from megazero.data.remembered import data_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import (
+from megazero.flags.config import (
     CheckpointConfig,
     Config,
     DataConfig,

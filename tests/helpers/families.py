@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from megazero.engine.options.schema import ModelConfig
+from megazero.flags.config import ModelConfig
 
 SCALED = {"rope_scaling_factor": 4.0, "rope_trained_length": 8}
 NORMED = {"qk_layernorm": True, "kv_channels": 14}

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megazero.engine.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
-from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig, ZeroConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import (
     Backward,
@@ -29,6 +28,7 @@ from megazero.engine.plan.program.operations import (
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.plan.schedule.schedules import EVALUATION
+from megazero.flags.config import ActivationConfig, Config, ModelConfig, ZeroConfig
 from tests.caching_allocator import Block, CachingAllocator
 
 

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from megazero.engine.options.schema import ModelConfig
+from megazero.flags.config import ModelConfig
 
 LAMBDA = 10.0  # exceeded with a probability of 4e-22
 

@@ -10,8 +10,8 @@ from megazero.engine.model.block import BLOCK_CLASSES, ParallelBlock, Sequential
 from megazero.engine.model.layers.layer import Layer
 from megazero.engine.options.architectures import ARCHITECTURES as TRAITS
 from megazero.engine.options.architectures import ROTARY, ArchitectureTraits
-from megazero.engine.options.schema import Config
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.flags.flag_names import flags
 from tests.parallel.test_kinds import WIDE, AlternatingBlock
 

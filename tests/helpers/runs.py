@@ -5,7 +5,7 @@ from pathlib import Path
 from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.options.schema import Config
+from megazero.flags.config import Config
 from megazero.run.checkpoints import CheckpointLoader, Checkpoints
 from megazero.run.stopping import Wishes
 from megazero.run.trainer import Trainer

@@ -10,9 +10,9 @@ import math
 from typing import NamedTuple
 
 from megazero.engine.model.layers.fused_attention import is_attention_fused
-from megazero.engine.options.schema import BYTES, Config
 from megazero.engine.plan.layout.flat_layout import partition_numel
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import BYTES, Config
 
 
 class Saved(NamedTuple):

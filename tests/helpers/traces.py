@@ -1,9 +1,9 @@
 """Traces of the layers of a pipeline rank."""
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.flags.config import Config
 from megazero.planner.sizes import LayerSizes
 from megazero.planner.trace.trace import layer_sizes
 

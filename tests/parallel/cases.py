@@ -11,7 +11,11 @@ import torch
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.options.batch_sizes import PADDING
-from megazero.engine.options.schema import (
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.step.batch import MicroBatch
+from megazero.engine.step.engine import Engine
+from megazero.engine.step.expert_loads import ExpertLoads
+from megazero.flags.config import (
     ActivationConfig,
     Config,
     DataConfig,
@@ -21,10 +25,6 @@ from megazero.engine.options.schema import (
     TrainingConfig,
     ZeroConfig,
 )
-from megazero.engine.plan.layout.topology import Layout
-from megazero.engine.step.batch import MicroBatch
-from megazero.engine.step.engine import Engine
-from megazero.engine.step.expert_loads import ExpertLoads
 from megazero.flags.resolve import resolve
 from megazero.observe.bad_step import diagnose_step
 from megazero.observe.layer_statistics import LayerStatistics

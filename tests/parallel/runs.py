@@ -14,7 +14,8 @@ from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import (
+from megazero.engine.zero.shards import LocalShard
+from megazero.flags.config import (
     CheckpointConfig,
     Config,
     DataConfig,
@@ -22,7 +23,6 @@ from megazero.engine.options.schema import (
     ParallelConfig,
     TrainingConfig,
 )
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.resolve import resolve
 from megazero.log import log_as
 from megazero.run.inputs import open_data

@@ -11,8 +11,8 @@ from megazero.engine.activations.store import KeptInputs
 from megazero.engine.memory.tracker import MemoryTracker
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from tests.helpers.block_bytes import block_saves, kept_by_a_block, korthikanti
 from tests.parallel.cases import MODEL, Case, new_engine, train

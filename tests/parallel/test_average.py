@@ -17,7 +17,7 @@ from megazero.checkpoint.streaming import TensorReader
 from megazero.data.remembered import data_tokenizer
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
+from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
 from megazero.interop.huggingface.export import export
 from megazero.log import log

@@ -11,12 +11,12 @@ from megazero.command.rehearsal.allocated import Allocated
 from megazero.engine.kernels import initial_values
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import CheckpointConfig, Config, EvaluationConfig
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.layout.parameters import unit_layout
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
 from megazero.engine.step.results import StepResult
+from megazero.flags.config import CheckpointConfig, Config, EvaluationConfig
 from megazero.flags.resolve import resolve
 from megazero.observe.step_metrics import memory_bytes
 from megazero.planner.bytes.estimate import estimate

@@ -17,8 +17,8 @@ from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.layers.attention import CoreAttention
 from megazero.engine.model.scores import Scores
-from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import ModelConfig
 from megazero.generation.generate import Generator, NewTokens, Text
 from megazero.generation.kv_cache import KVCache
 from megazero.generation.model import InferenceModel

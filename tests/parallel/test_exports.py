@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megazero.checkpoint.manifest import read_manifest
-from megazero.engine.options.schema import CheckpointConfig
+from megazero.flags.config import CheckpointConfig
 from megazero.run.exports import Exports, guard_exports
 from megazero.run.training_run import TrainingRun
 from tests.helpers.ranks import Ranks

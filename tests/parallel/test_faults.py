@@ -13,10 +13,10 @@ import torch
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.mesh.peer_errors import PeerLost
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import Backward, Forward, Op, Reduce, Start
 from megazero.engine.step.engine import Engine, LossScaleExhausted
+from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.observe.bad_step import LayerResult, diagnose_step, samples_text
 from tests.parallel.cases import Case, MicroBatch, micro_batches, new_engine, train

@@ -11,8 +11,8 @@ import torch
 from megazero.data.corpora import open_datasets
 from megazero.engine.mesh.in_flight import OverlapError
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.options.schema import CheckpointConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import CheckpointConfig
 from megazero.run.training_run import TrainingRun
 from tests.helpers.late import late_collectives
 from tests.helpers.rings import by_default

@@ -18,9 +18,9 @@ from megazero.engine.model.layers.mlp import MLP
 from megazero.engine.model.layers.norm import LayerNorm, RMSNorm
 from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES as OPTIONS
-from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.zero_policy import DENSE
 from megazero.flags.cli import parse
+from megazero.flags.config import ModelConfig
 from megazero.flags.pipeline_split import layer_costs, rank_costs
 from megazero.planner.search.candidates import Sizes
 from megazero.planner.search.search import ClosedTerms

@@ -31,9 +31,9 @@ from megazero.checkpoint import AgreedFailure, MemoryCheckpoints, in_memory, man
 from megazero.checkpoint.in_memory import Held, whole
 from megazero.checkpoint.nodes import Nodes
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.zero.shards import LocalShard
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.log import log
 from megazero.planner.bytes import estimate
 from megazero.planner.parameter_counts import num_parameters

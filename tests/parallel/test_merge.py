@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megazero import checkpoint
 from megazero.checkpoint import streaming, verify
 from megazero.checkpoint.streaming import TensorReader
-from megazero.engine.options.schema import Config, OptimizerConfig
 from megazero.engine.step.optimization import learning_rate
 from megazero.flags.cli import parse
+from megazero.flags.config import Config, OptimizerConfig
 from megazero.interop.merge import merge, merge_weights, same_model
 from megazero.run.run_state import RunState
 from tests.helpers import chains

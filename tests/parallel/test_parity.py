@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megazero.engine.kernels.dropout import Dropout
-from megazero.engine.options.schema import ModelConfig
+from megazero.flags.config import ModelConfig
 from megazero.planner.bytes.estimate import estimate
 from megazero.verify.planned import unplanned
 from tests import reference

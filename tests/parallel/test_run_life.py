@@ -18,8 +18,8 @@ import torch
 from megazero.checkpoint.planning import RankPlan
 from megazero.data.writer import IndexedWriter
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, LogConfig
 from megazero.engine.plan.program.operations import Forward
+from megazero.flags.config import Config, LogConfig
 from megazero.observe import stragglers
 from megazero.observe.timeline import Interval
 from megazero.planner.bytes.rank_parts import rank_parts

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megazero.data.tokenizer import load_tokenizer
-from megazero.engine.options.schema import LogConfig
+from megazero.flags.config import LogConfig
 from megazero.generation.sampling import Sampling
 from megazero.run.text_samples import TextSampler, read_prompts
 from tests import reference

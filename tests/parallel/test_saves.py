@@ -17,7 +17,7 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint import shared_outcome, tensor_file
-from megazero.engine.options.schema import Config, EvaluationConfig
+from megazero.flags.config import Config, EvaluationConfig
 from megazero.run.run_state import Progress
 from megazero.run.stopping import ENDING, EVALUATING, Clock, DeadRun, Signals, Wish, training_promise
 from megazero.run.training_run import TrainingRun

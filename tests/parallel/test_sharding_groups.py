@@ -13,7 +13,6 @@ import torch
 
 from megazero.command.rehearsal.rehearsed_save import plan_save, pretended_shards
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout import zero_policy
 from megazero.engine.plan.layout.flat_layout import ALIGN
 from megazero.engine.plan.layout.topology import Layout
@@ -31,6 +30,7 @@ from megazero.engine.plan.program.operations import (
     inner,
 )
 from megazero.engine.plan.program.program import program
+from megazero.flags.config import Config
 from megazero.planner.bytes import rank_parts
 from megazero.planner.bytes.estimate import estimate
 from tests.parallel.cases import Case, Outcome, train

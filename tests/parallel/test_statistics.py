@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, LogConfig, ParallelConfig
+from megazero.flags.config import Config, LogConfig, ParallelConfig
 from megazero.flags.resolve import resolve
 from megazero.observe import largest_logit
 from megazero.observe.layer_statistics import KEYS, LayerStatistics

@@ -14,7 +14,7 @@ import torch
 from megazero.data.task_files import read_tasks
 from megazero.data.task_requests import PackedRequests, Pair, TaskRequests, encode_tasks
 from megazero.data.tokenizer import load_tokenizer
-from megazero.engine.options.schema import CheckpointConfig, Config, EvaluationConfig, LogConfig
+from megazero.flags.config import CheckpointConfig, Config, EvaluationConfig, LogConfig
 from megazero.run.stopping import Wish
 from megazero.run.task_scores import TaskScorer
 from tests import reference

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megazero.engine.options.schema import LogConfig
 from megazero.engine.plan.program.operations import Start, Wait, axis_of, name_of
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import LogConfig
 from megazero.observe.profiling import Profiler
 from megazero.observe.step_metrics import memory_bytes
 from tests.parallel.cases import Case, micro_batches, new_engine

@@ -11,8 +11,8 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import streaming, verify
 from megazero.checkpoint.streaming import TensorReader
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.flags.cli import parse
+from megazero.flags.config import Config, ModelConfig
 from megazero.interop.upcycle import upcycle, with_experts
 from megazero.run.run_state import RunState
 from tests.helpers import chains

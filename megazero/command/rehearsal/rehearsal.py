@@ -23,7 +23,9 @@ from megazero.command.rehearsal.allocated import Allocated
 from megazero.command.rehearsal.rehearsed_save import PlannedSave, plan_save
 from megazero.data.corpora import Datasets
 from megazero.data.samples import Sample, Samples
-from megazero.engine.options.schema import (
+from megazero.engine.plan.layout.topology import Coord, Layout
+from megazero.engine.plan.program.operations import name_of
+from megazero.flags.config import (
     CheckpointConfig,
     Config,
     DataConfig,
@@ -31,8 +33,6 @@ from megazero.engine.options.schema import (
     LogConfig,
     MonitorConfig,
 )
-from megazero.engine.plan.layout.topology import Coord, Layout
-from megazero.engine.plan.program.operations import name_of
 from megazero.planner.bytes.estimate import estimate
 from megazero.planner.trace.pretend import PretendMesh, pretend_mesh
 from megazero.planner.trace.trace import model_flops

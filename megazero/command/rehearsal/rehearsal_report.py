@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megazero.command.rehearsal.rehearsal import Rehearsal, RehearsalDevice, rehearse_rank
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.files import write_atomically
+from megazero.flags.config import Config
 from megazero.flags.resolve import replica_layout, replica_words, resolve
 from megazero.flags.validate import check_device
 from megazero.planner.time.exchange import choose_exchange

@@ -31,11 +31,3 @@ Probability = Annotated[float, Bounds(0, 1, "1 would drop everything", most_open
 DecayRate = Annotated[float, Bounds(0, 1, "a mean with weight 1 on its past never changes", most_open=True)]
 LearningRate = Annotated[float, Bounds(0, 10, "AdamW moves every weight by about --lr per update")]
 LossScaleValue = Annotated[float, Bounds(0, 2**48, "the scaled loss would overflow fp32", least_open=True)]
-
-
-def is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

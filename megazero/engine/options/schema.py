@@ -1,21 +1,12 @@
-"""The configuration: one frozen dataclass tree, from which all flags, presets and their help are made.
-
-Flags are flat and bear Megatron's and DeepSpeed's names. A preset is a TOML file of the same names under the flags.
-Field docstrings are the help text. Nothing rewrites a config: `resolve` makes the final one, once.
-"""
+"""`StepConfig`: the options of a step, as one frozen dataclass tree."""
 
 from dataclasses import dataclass, field
 
 from megazero.engine.options.batch_sizes import micro_batches
 from megazero.engine.options.model_options import ModelConfig as ModelConfig
 from megazero.engine.options.optimizers import BYTES as BYTES
-from megazero.engine.options.run_options import CheckpointConfig as CheckpointConfig
-from megazero.engine.options.run_options import DataConfig as DataConfig
-from megazero.engine.options.run_options import EvaluationConfig as EvaluationConfig
-from megazero.engine.options.run_options import LogConfig as LogConfig
-from megazero.engine.options.run_options import MonitorConfig as MonitorConfig
-from megazero.engine.options.run_options import PlanConfig as PlanConfig
 from megazero.engine.options.step_options import ActivationConfig as ActivationConfig
+from megazero.engine.options.step_options import DataConfig as DataConfig
 from megazero.engine.options.step_options import OptimizerConfig as OptimizerConfig
 from megazero.engine.options.step_options import ParallelConfig as ParallelConfig
 from megazero.engine.options.step_options import TrainingConfig as TrainingConfig
@@ -28,11 +19,8 @@ CPU_LOGITS, GPU_LOGITS, LEAST_CHUNK = 1 << 25, 1 << 29, 512
 
 
 @dataclass(frozen=True)
-class Config:
-    """Pretrain a GPT model. Run it alone, under torchrun or under srun: the flags are the same.
-
-    Example: python pretrain_gpt.py --preset tiny --data-path PREFIX --tokenizer byte --save runs/a --log-dir runs/a
-    """
+class StepConfig:
+    """The options of a training step. `flags.config.Config` adds those of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -41,25 +29,11 @@ class Config:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     activations: ActivationConfig = field(default_factory=ActivationConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    plan: PlanConfig = field(default_factory=PlanConfig)
-    preset: str = ""
-    """TOML file of flags (without the dashes), or the name of one in scripts/presets. Flags override it; its warm-up,
-    decay and saving give way to them."""
-    hf_config: str = ""
-    """config.json of a Hugging Face model, or a folder with one: the model to train. Flags override it: --num-layers 2
-    makes a small copy, --seq-length shortens the samples. The folder's tokenizer is the default of --tokenizer. Options
-    that this version does not compute are refused by key and value. Reading it takes about two seconds, in which
-    transformers is imported. A resumed run has the model of its checkpoint instead. A Hugging Face folder as --load
-    implies it."""
 
     @property
     def trains(self) -> bool:
         """False for a run that evaluates alone: it has no gradients and no moments."""
-        return not self.evaluation.eval_only
+        return True
 
     @property
     def schedule(self) -> str:

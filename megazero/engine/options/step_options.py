@@ -260,3 +260,44 @@ class ActivationConfig:
     """Tokens of a micro-batch whose logits are in memory together: loss and gradients are computed chunk by chunk. 0:
     all tokens. -1: as many as make 32 MB of logits on a CPU, 512 MB on a GPU, but at least 512; all, if gradients are
     in 16 bit, because sums of chunks would be rounded."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Corpora, tokenizer and reading."""
+
+    data_path: tuple[str, ...] = ()
+    """A corpus: the PREFIX of PREFIX.bin and PREFIX.idx. Or several: PREFIX1 PREFIX2 ... blends them in proportion to
+    their tokens, W1 PREFIX1 W2 PREFIX2 ... by weights."""
+    data_args_path: str = ""
+    """Text file with the words of --data-path, for many corpora. # starts a comment."""
+    split: str = "969,30,1"
+    """Shares of training, validation and test data."""
+    split_by: Literal["auto", "documents", "tokens"] = "auto"
+    """Division of a corpus by --split: documents keeps documents whole, as Megatron-LM does; tokens may cut inside
+    them. auto: documents, unless training, validation or test would get none."""
+    packing: Literal["split", "best-fit"] = "split"
+    """Documents in samples: split cuts their stream at every sample. best-fit puts whole documents together, and cuts
+    those alone that are longer than a sample; it implies --reset-attention-mask and --reset-position-ids."""
+    tokenizer: str = ""
+    """File or folder of a tokenizer: tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, or a tiktoken
+    FILE with FILE.json. gpt2:DIR, sentencepiece:FILE and tiktoken:FILE name the kind, which is recognised without.
+    byte: one token per byte. Empty: the tokenizer of the corpus, which PREFIX.json names."""
+    eod_mask_loss: bool = False
+    """Exclude from the loss the first token after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Limit attention to the tokens of the same document."""
+    reset_position_ids: bool = False
+    """Restart positions at 0 after each end-of-document token."""
+    mock_data: bool = False
+    """Train on made-up tokens instead of --data-path, to try a layout. Most tokens follow from the one before, so that
+    the loss falls (docs/run.md). Needs --vocab-size or --tokenizer."""
+    skip_samples: str = ""
+    """A:B leaves out samples A to B - 1. To pass a loss spike, load an earlier checkpoint and skip the samples of the
+    spike, by their consumed_samples in metrics.jsonl."""
+    data_stages: str = ""
+    """TOML file of stages: each [[stage]] has from-sample, the first sample from which it holds, and the flags that
+    differ from the command's: the corpora, --seq-length, batch sizes, the learning rate and its decay. Needs --save. A
+    corpus that stays continues where it was."""
+    num_workers: Annotated[int, Bounds(0, 64, "one thread per rank is ahead of any step")] = 1
+    """Threads per rank that read batches ahead. 0: read in the training thread."""

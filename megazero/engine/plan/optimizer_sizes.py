@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megazero.engine.memory import BLOCKS, PAGE
 from megazero.engine.options.optimizers import UpdateRule
-from megazero.engine.options.schema import BYTES, Config
+from megazero.engine.options.schema import BYTES, StepConfig
 from megazero.engine.plan.layout.flat_layout import FlatLayout, Matrices, Range, round_up
 
 
@@ -33,7 +33,7 @@ class Rates(NamedTuple):
     update: Fraction
 
     @classmethod
-    def of(cls, config: Config, rule: UpdateRule) -> Rates:
+    def of(cls, config: StepConfig, rule: UpdateRule) -> Rates:
         w, g = BYTES[config.training.precision], BYTES[config.training.grad_dtype]
         state = max(4, w)
         states = rule.state_bytes(state) if config.trains else Fraction(0)
@@ -111,7 +111,7 @@ class OptimizerSizes:
         product_bytes: of a number in the products of matrices.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: StepConfig) -> None:
         self.rules, self.clips = config.optimizer.rules, bool(config.optimizer.clip_grad)
         self.rates = {rule: Rates.of(config, rule) for rule in self.rules.rules}
         self.others, self.product_bytes = self.rates[self.rules.others], BYTES[config.training.product_precision]

@@ -18,7 +18,7 @@ from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.context import Ahead, DeviceBatch, MicroBatchInfo, ResidualStream
 from megazero.engine.model.scores import Scores
-from megazero.engine.options.schema import Config, DataConfig
+from megazero.engine.options.schema import DataConfig, StepConfig
 from megazero.engine.plan.layout.dealing import Deal, deal_samples, dealt_multiple
 from megazero.engine.plan.layout.topology import Layout
 
@@ -75,7 +75,7 @@ class Dealer(NamedTuple):
     windows: tuple[int, ...]  # windows of the layers; 0: none
 
     @classmethod
-    def of(cls, config: Config, layout: Layout, rank: int) -> Dealer:
+    def of(cls, config: StepConfig, layout: Layout, rank: int) -> Dealer:
         return cls(layout.cp, rank, dealt_multiple(config), Scores.windows(config.model))
 
     def deal(self, length: int, samples: tuple[tuple[int, ...], ...]) -> tuple[DealtTokens, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from megazero.engine.model.layers.context import Context, DeviceBatch
 from megazero.engine.model.stage import Stage, block_numbers, declare
 from megazero.engine.optim.step import StepParams
 from megazero.engine.options.batch_sizes import micro_batches
-from megazero.engine.options.schema import Config, DataConfig
+from megazero.engine.options.schema import DataConfig, StepConfig
 from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.plan.program.program import Program, program
@@ -49,7 +49,7 @@ class Engine:
 
     def __init__(
         self,
-        config: Config,
+        config: StepConfig,
         mesh: Mesh,
         num_corpora: int = 1,
         explain: Explain | None = None,

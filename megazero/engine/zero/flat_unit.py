@@ -14,7 +14,7 @@ from megazero.engine.model.layers.context import DTYPES
 from megazero.engine.model.layers.weight import Weight
 from megazero.engine.optim.muon import OwnedMatrices
 from megazero.engine.options.optimizers import Optimizer
-from megazero.engine.options.schema import Config
+from megazero.engine.options.schema import StepConfig
 from megazero.engine.plan.layout.flat_layout import Range, equal_ranges, overlap
 from megazero.engine.plan.layout.parameters import unit_layout
 from megazero.engine.plan.optimizer_sizes import OptimizerSizes, OwnedSizes
@@ -25,7 +25,7 @@ from megazero.engine.plan.program.rank_spec import RankSpec
 class ZeroOptions:
     """Values that all units of a rank share; `config` is resolved."""
 
-    config: Config
+    config: StepConfig
     mesh: Mesh
     tracker: MemoryTracker
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megazero.data.tokenizer import hub_hint
-from megazero.engine.options.schema import ModelConfig
 from megazero.files import explain, read_json_object
+from megazero.flags.config import ModelConfig
 from megazero.interop.huggingface.families import MODELS
 from megazero.interop.huggingface.model_types import HuggingFaceModel
 from megazero.optional import load_optional

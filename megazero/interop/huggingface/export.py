@@ -17,8 +17,8 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.engine.model.layers.context import DTYPES
 from megazero.engine.model.stage import declare
 from megazero.engine.options.optimizers import AVERAGE
-from megazero.engine.options.schema import ModelConfig
 from megazero.files import new_folder, write_atomically
+from megazero.flags.config import ModelConfig
 from megazero.interop.huggingface.families import family_of
 from megazero.interop.huggingface.model_types import SAME, TensorNames
 from megazero.interop.huggingface.tokenizer_files import check_tokenizer, special_ids, write_tokenizer

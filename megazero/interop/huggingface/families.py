@@ -6,7 +6,7 @@ Shapes: h hidden, n heads, g groups of heads that share keys and values, d head 
 from typing import Any
 
 from megazero.engine.kernels.eager import SWIGLU_LIMIT, SWIGLU_SLOPE
-from megazero.engine.options.schema import ModelConfig
+from megazero.flags.config import ModelConfig
 from megazero.flags.flag_names import as_flag
 from megazero.interop.huggingface.gpt_families import GPT2, GPTJ
 from megazero.interop.huggingface.model_types import (

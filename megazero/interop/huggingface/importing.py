@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megazero.checkpoint.streaming import bands, write_checkpoint
-from megazero.engine.options.schema import Config, DataConfig, ModelConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.files import new_folder, open_regular, read_regular, write_atomically
+from megazero.flags.config import Config, DataConfig, ModelConfig
 from megazero.flags.flag_names import to_toml
 from megazero.interop.huggingface.configuration import read_config
 from megazero.interop.huggingface.export import INDEX, WEIGHTS, shapes_of

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from megazero.engine.options.schema import ModelConfig
 from megazero.flags.cli import ModelFlags
+from megazero.flags.config import ModelConfig
 
 if TYPE_CHECKING:
     from megazero.interop.huggingface.model_types import HuggingFaceModel

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megazero.engine.options.architectures import ARCHITECTURES
-from megazero.engine.options.schema import ModelConfig
+from megazero.flags.config import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

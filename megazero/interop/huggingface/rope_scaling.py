@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megazero.engine.kernels.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, Rotary
-from megazero.engine.options.schema import ModelConfig
+from megazero.flags.config import ModelConfig
 from megazero.interop.huggingface.model_types import Conversion, Options
 
 

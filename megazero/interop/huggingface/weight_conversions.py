@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megazero.engine.options.schema import ModelConfig
+from megazero.flags.config import ModelConfig
 from megazero.interop.huggingface.model_types import Conversion, Options, pattern_of
 
 if TYPE_CHECKING:

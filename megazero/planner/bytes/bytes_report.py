@@ -6,12 +6,12 @@ from typing import NamedTuple
 from megazero.engine.memory import BLOCKS
 from megazero.engine.model.stage import declare
 from megazero.engine.options.batch_sizes import micro_batches
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import sharding_groups
 from megazero.engine.plan.optimizer_sizes import Rates
 from megazero.engine.plan.schedule.schedules import SCHEDULES
+from megazero.flags.config import Config, ModelConfig
 from megazero.flags.pipeline_split import layer_costs, rank_costs
 from megazero.planner.bytes.estimate import StageBytes, stage_bytes
 from megazero.planner.parameter_counts import active_parameters, num_parameters

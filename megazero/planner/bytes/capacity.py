@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import sharding_groups
+from megazero.flags.config import Config
 from megazero.flags.flag_names import as_flag, with_values
 from megazero.flags.presets import over_defaults, preset_names, preset_values
 from megazero.flags.resolve import check_block_runs, resolve

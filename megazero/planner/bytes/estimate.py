@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from megazero.engine.memory.tracker import Allocation, MemoryTracker
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import KINDS_OF_TRAFFIC, Layout
 from megazero.engine.plan.program.operations import (
     Backward,
@@ -40,6 +39,7 @@ from megazero.engine.plan.program.operations import (
 )
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.flags.config import Config
 from megazero.flags.flag_names import with_values
 from megazero.planner.bytes.rank_parts import rank_parts
 from megazero.planner.bytes.statistics import StatisticsSizes

@@ -4,12 +4,12 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.flat_layout import FlatLayout, Range, overlap
 from megazero.engine.plan.layout.layers import Declare, Layers, stage_units
 from megazero.engine.plan.layout.parameters import LocalBlock, ParamSpec, unit_layout
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import ShardingGroup, group_of, owned_ranges, sharding_groups
+from megazero.flags.config import Config
 
 
 class RankPart(NamedTuple):

@@ -2,10 +2,10 @@
 
 from megazero.engine.model.layers.latent_attention import gathers_latents
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.dealing import dealt_tokens
 from megazero.engine.plan.layout.topology import Coord, Layout
 from megazero.engine.plan.program.operations import Forward
+from megazero.flags.config import Config
 from megazero.planner.sizes import Moved, agreement
 
 SUMS, MAXIMA = 3, 2  # of each layer: squares of gradients, updates and weights; activations and logits

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from megazero.engine.options.batch_sizes import micro_batches
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.schedule.schedules import SCHEDULES as ORDERS
 from megazero.flags.batch_ramp import data_parallel_size
+from megazero.flags.config import Config, ModelConfig
 from megazero.flags.flag_names import with_values
 from megazero.flags.limit_checks import divisors
 from megazero.flags.validate import plans

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megazero.engine.options.schema import CheckpointConfig, Config, EvaluationConfig, LogConfig
+from megazero.flags.config import CheckpointConfig, Config, EvaluationConfig, LogConfig
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, value_of, with_values
 from megazero.host import Machine
 from megazero.planner.run_plan import Plan

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from megazero.engine.model.stage import declare
 from megazero.engine.options.batch_sizes import micro_batches
-from megazero.engine.options.schema import ActivationConfig, Config
 from megazero.engine.plan.layout.layers import End, Use
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import DENSE, EXPERT, offload_fraction, sharding_groups
@@ -22,6 +21,7 @@ from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.plan.schedule.schedules import SCHEDULES as ORDERS
 from megazero.engine.plan.schedule.schedules import placement
 from megazero.flags.batch_ramp import data_parallel_size
+from megazero.flags.config import ActivationConfig, Config
 from megazero.flags.flag_names import as_flag, with_values
 from megazero.flags.pipeline_split import layer_costs, split_by_cost
 from megazero.flags.resolve import check_layout, resolve

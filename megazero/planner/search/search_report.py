@@ -6,8 +6,8 @@ import shlex
 from typing import TYPE_CHECKING
 
 from megazero.called_as import in_own_words
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import Config
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, value_of
 from megazero.planner.plan_report import plan_table, reached_words
 from megazero.planner.run_plan import Plan, vocabulary

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.flat_layout import Matrices
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.layout.topology import TRAFFIC, Layout, route
@@ -33,6 +32,7 @@ from megazero.engine.plan.program.operations import (
     Update,
 )
 from megazero.engine.plan.program.rank_spec import RankSpec
+from megazero.flags.config import Config
 from megazero.planner.imbalance import update_imbalance
 from megazero.planner.sizes import Moved, StepSizes
 from megazero.planner.state_shares import updated_bytes

@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from msgspec import Meta, Struct, defstruct
 from msgspec.structs import asdict
 
-from megazero.engine.options.schema import TrainingConfig
 from megazero.engine.options.step_options import Precision
 from megazero.engine.plan.layout.topology import Layout, Ranks, disjoint
 from megazero.files import read_small
+from megazero.flags.config import TrainingConfig
 from megazero.typed_files import decode
 
 # A link to scripts/devices; files of the package where it is installed.

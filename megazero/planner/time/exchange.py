@@ -1,12 +1,12 @@
 """`--cp-exchange auto`: whether a ring of keys and values hides behind attention, or is cheaper than latents. Pure."""
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.dealing import dealt_tokens
 from megazero.engine.plan.layout.layers import Use
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import Backward, Forward, Recompute
 from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.flags.config import Config
 from megazero.flags.flag_names import with_values
 from megazero.flags.validate import ring_refusal
 from megazero.planner.sizes import keys_bytes

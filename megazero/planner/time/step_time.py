@@ -7,11 +7,11 @@ step begins there, and the all-gathers of updated weights overlap with the forwa
 from typing import NamedTuple
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import COMPUTE, Backward, BackwardWeights, Forward, Ops, Recompute
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import RankSpec, rank_spec
+from megazero.flags.config import Config
 from megazero.planner.bytes.estimate import Few
 from megazero.planner.time.costs import StepCosts
 from megazero.planner.time.devices import Device

@@ -38,12 +38,12 @@ from megazero.engine.model.layers.context import (
 )
 from megazero.engine.model.layers.weight import GradWriter, Owner, Weight
 from megazero.engine.model.stage import Stage, block_numbers, declare
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.dealing import deal, dealt_multiple, dealt_tokens, share
 from megazero.engine.plan.layout.layers import Use, stage_units
 from megazero.engine.plan.layout.parameters import ParamSpec
 from megazero.engine.plan.layout.topology import Coord, Layout
 from megazero.engine.plan.program.rank_spec import PlannedLayer, RankSpec
+from megazero.flags.config import Config, ModelConfig
 from megazero.planner.sizes import LayerSizes
 from megazero.planner.trace.differences import Differences
 from megazero.planner.trace.kernel_records import Events, LayerEvents, Operator, Recorder

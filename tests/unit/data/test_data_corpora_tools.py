@@ -12,7 +12,7 @@ from data_tools import check_dataset, merge_datasets, peek, preprocess_data, tra
 from megazero.data.indexed import IndexedDataset
 from megazero.data.remembered import data_tokenizer
 from megazero.data.tokenizer import load_tokenizer
-from megazero.engine.options.schema import Config, DataConfig, ModelConfig
+from megazero.flags.config import Config, DataConfig, ModelConfig
 from tests.unit.data_helpers import unpack_corpus, write_corpus
 
 TEXTS = [f"document <{k}> & [b]some[/b] words " * (1 + k % 9) for k in range(200)]

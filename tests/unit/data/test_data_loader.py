@@ -20,8 +20,8 @@ from megazero.data.samples import GPTDataset, Sample, WholeSplit
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.options.batch_sizes import PADDING, micro_batches
-from megazero.engine.options.schema import Config, DataConfig, ModelConfig
 from megazero.flags.batch_ramp import BatchSizes
+from megazero.flags.config import Config, DataConfig, ModelConfig
 from megazero.flags.resolve import resolve
 from megazero.run.trainer import Trainer
 from tests.helpers.table import for_each

@@ -13,11 +13,12 @@ import pytest
 
 from data_tools import preprocess_data
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, DataConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.optimization import learning_rate
 from megazero.flags import presets as presets_module
 from megazero.flags.cli import parse, read
+from megazero.flags.config import Config, DataConfig
+from megazero.flags.corpus_flags import document_flags, named_corpora
 from megazero.flags.flag_names import as_flag, flags, to_toml, value_of, with_values
 from megazero.flags.help import DEVICE_DEFAULTS, FAMILY, NORMAL
 from megazero.flags.presets import read_preset
@@ -807,8 +808,8 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
 def test_packed_documents_do_not_see_each_other() -> None:
     """Resolved once; no end-of-document token is needed, unless for --eod-mask-loss."""
     config, _ = resolve(make(packing="best-fit"), 1, 9, declare)
-    assert config.data.reset_attention_mask and config.data.reset_position_ids and not config.data.document_flags
-    assert dataclasses.replace(config.data, eod_mask_loss=True).document_flags == ("--eod-mask-loss",)
+    assert config.data.reset_attention_mask and config.data.reset_position_ids and not document_flags(config.data)
+    assert document_flags(dataclasses.replace(config.data, eod_mask_loss=True)) == ("--eod-mask-loss",)
     assert resolve(make(), 1, 9, declare)[0].data == DataConfig()
     with pytest.raises(ValueError, match=r"^--packing best-fit with --mock-data: .* drop one of them"):
         resolve(make(packing="best-fit", mock_data=True), 1, 9, declare)
@@ -885,7 +886,7 @@ def test_resolve_accepts_what_is_just_inside() -> None:
 def test_corpora_that_the_metrics_tell_apart() -> None:
     """Named with weights or without; a blend of many has no numbers per corpus."""
     for words, count in (((), 1), (("a",), 1), (("a", "b", "c"), 3), (("1", "a", ".5", "b"), 2), (("a",) * 101, 1)):
-        assert DataConfig(data_path=words).named_corpora == count, words
+        assert named_corpora(words) == count, words
 
 
 WIDE_HEADS = {"architecture": "llama", "kv_channels": 264, "precision": "bf16", "seq_length": 64, "vocab_size": 9}

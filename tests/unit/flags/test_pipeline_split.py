@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig, ParallelConfig
 from megazero.engine.plan.layout.topology import Layout, even_split
 from megazero.engine.plan.schedule.schedules import placement
+from megazero.flags.config import ActivationConfig, Config, ModelConfig, ParallelConfig
 from megazero.flags.pipeline_split import LayerCosts, layer_costs, rank_costs, split_by_cost
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.bytes_report import bytes_table, split_line

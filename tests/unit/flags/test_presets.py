@@ -11,9 +11,9 @@ import torch
 import pretrain_gpt
 from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.cli import parse
+from megazero.flags.config import Config, ModelConfig
 from megazero.flags.presets import PRESETS, preset_values
 from megazero.flags.resolve import resolve
 from megazero.interop.huggingface.families import family_of

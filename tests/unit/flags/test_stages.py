@@ -7,8 +7,8 @@ import pytest
 
 from megazero.data.blending import BlendedDataset
 from megazero.data.corpora import Continued, continued, open_datasets
-from megazero.engine.options.schema import Config
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.flags.stages import WHOLE, DataStage, last_samples, of_longest, read_stages
 from tests.unit.data_helpers import numbered_documents, write_corpus
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megazero.engine.options.schema import ModelConfig
+from megazero.flags.config import ModelConfig
 from megazero.interop.huggingface.configuration import HARMLESS, read_config
 from megazero.interop.huggingface.families import MODELS, family_of
 from tests.helpers.table import for_each

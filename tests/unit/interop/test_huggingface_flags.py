@@ -11,9 +11,9 @@ import torch
 
 import pretrain_gpt
 from megazero import checkpoint
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.zero.shards import LocalShard
 from megazero.flags.cli import Command, parse, read
+from megazero.flags.config import Config, ModelConfig
 from megazero.flags.flag_names import flags
 from megazero.interop.huggingface.model_flags import find_model
 from megazero.run.run_state import RunState, source_digest

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.results import StepResult
+from megazero.flags.config import Config, ModelConfig
 from megazero.observe.fragmentation import Fragmentation, device_fragmentation, fragmentation
 from megazero.run import trainer
 from megazero.run.run_state import Progress

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megazero.engine.options.schema import Config, DataConfig, LogConfig, ModelConfig
 from megazero.files import replace_file
 from megazero.flags.cli import parse
 from megazero.flags.cli import read as read_command
+from megazero.flags.config import Config, DataConfig, LogConfig, ModelConfig
 from megazero.flags.flag_names import to_toml
 from megazero.observe.loggers import (
     MetricsFile,

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from megazero.engine.options.schema import Config
+from megazero.flags.config import Config
 from megazero.flags.flag_names import with_values
 from megazero.observe.events import RunEvents
 from megazero.observe.loggers import MetricsFile

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.engine.options.schema import Config, LogConfig, TrainingConfig
+from megazero.flags.config import Config, LogConfig, TrainingConfig
 from megazero.observe.progress_line import ProgressLine, progress_line
 from megazero.planner.time.devices import find_card, known_devices, load_device, peak_flops
 from megazero.units import count, duration, size

@@ -7,9 +7,9 @@ import pytest
 
 import pretrain_gpt
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
 from megazero.host import Available, Machine
 from megazero.observe.start_report import (

@@ -16,9 +16,9 @@ import torch
 from megazero.cluster import launch
 from megazero.cluster.machine import bind_to_near_cpus, machine
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
 from megazero.host import Available, Machine, host_memory
 from megazero.planner.bytes.capacity import check_memory, checkpoint_bytes, estimated, least

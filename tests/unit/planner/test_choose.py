@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.flags.cli import Command, read
+from megazero.flags.config import Config
 from megazero.flags.flag_names import LAYOUT_FLAGS, flags, value_of
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_values

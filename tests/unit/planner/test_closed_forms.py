@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import ActivationConfig
 from megazero.engine.plan.layout.layers import LayerKind, Layers, Use, pass_costs
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.rank_spec import PlannedLayer
+from megazero.flags.config import ActivationConfig
 from megazero.flags.pipeline_split import layer_costs
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.capacity import estimated, least

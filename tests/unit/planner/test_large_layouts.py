@@ -10,9 +10,9 @@ from rich.console import Console
 from megazero.command.rehearsal.rehearsal_report import rehearsed_ranks
 from megazero.data.corpora import mock_datasets
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
 from megazero.host import Available, Machine
 from megazero.observe.bubble import StageTimes, bubble

@@ -4,7 +4,8 @@ import re
 from dataclasses import replace
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import (
+from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import (
     ActivationConfig,
     Config,
     ModelConfig,
@@ -12,7 +13,6 @@ from megazero.engine.options.schema import (
     TrainingConfig,
     ZeroConfig,
 )
-from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.bytes_report import bytes_table, partition_line, queue_line, report_rows
 from megazero.planner.bytes.estimate import stage_bytes

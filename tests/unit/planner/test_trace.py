@@ -10,8 +10,8 @@ from fractions import Fraction
 import pytest
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.flags.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.planner.trace.trace import Kind, model_flops
 from tests.helpers import saved_formulas

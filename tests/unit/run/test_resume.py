@@ -24,7 +24,9 @@ from megazero.checkpoint.locking import SaveLock
 from megazero.data.corpora import parse_data_path
 from megazero.data.fingerprint import fingerprint
 from megazero.data.writer import IndexedWriter
-from megazero.engine.options.schema import (
+from megazero.engine.zero.shards import LocalShard
+from megazero.flags.cli import parse
+from megazero.flags.config import (
     CheckpointConfig,
     Config,
     DataConfig,
@@ -32,8 +34,6 @@ from megazero.engine.options.schema import (
     LogConfig,
     ModelConfig,
 )
-from megazero.engine.zero.shards import LocalShard
-from megazero.flags.cli import parse
 from megazero.flags.validate import check_values
 from megazero.run.changes import changed_options
 from megazero.run.exports import guard_exports

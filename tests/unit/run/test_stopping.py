@@ -15,8 +15,8 @@ import torch
 
 from megazero import checkpoint
 from megazero.cluster import agent_notes, scheduler
-from megazero.engine.options.schema import CheckpointConfig, Config, EvaluationConfig, PlanConfig
 from megazero.engine.zero.shards import LocalShard
+from megazero.flags.config import CheckpointConfig, Config, EvaluationConfig, PlanConfig
 from megazero.log import log
 from megazero.run.stopping import (
     SIGNALS,

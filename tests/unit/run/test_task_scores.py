@@ -10,7 +10,7 @@ import pytest
 
 from megazero.data.task_files import ChoiceItem, ClozeItem, TaskItems, TextItem
 from megazero.data.task_requests import Pair, TaskRequests
-from megazero.engine.options.schema import Config, EvaluationConfig, ModelConfig, TrainingConfig
+from megazero.flags.config import Config, EvaluationConfig, ModelConfig, TrainingConfig
 from megazero.run.task_scores import TaskScores, keeps_apart, task_interval
 from tests.helpers.table import for_each
 

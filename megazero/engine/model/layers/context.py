@@ -27,7 +27,7 @@ from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.weight import GradWriter, Weight
 from megazero.engine.model.scores import Scores
-from megazero.engine.options.schema import Config
+from megazero.engine.options.schema import StepConfig
 from megazero.engine.plan.layout.parameters import ParamSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -93,7 +93,7 @@ class Context:
     expert_tp: Axis | None = None  # the ranks that share the inner width of an expert; None: tp
 
     @classmethod
-    def of(cls, config: Config, mesh: Mesh, tracker: MemoryTracker, recomputed: frozenset[int]) -> Context:
+    def of(cls, config: StepConfig, mesh: Mesh, tracker: MemoryTracker, recomputed: frozenset[int]) -> Context:
         """Return the context of a training engine; `config` is resolved."""
         training = config.training
         kernels = KERNELS[training.kernels_on(mesh.device.type)]

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from megazero.engine.options.schema import Config
+from megazero.engine.options.schema import StepConfig
 from megazero.engine.plan.layout.topology import Layout
 
 TILE = 128  # tokens of the shortest pieces, unless two pieces per rank are shorter
@@ -165,17 +165,17 @@ def _cut(owners: Sequence[int], shares: Sequence[int], multiple: int, work: Call
     return Deal(tuple(map(tuple, ranges)), tuple(dealt))
 
 
-def dealt_multiple(config: Config) -> int:
+def dealt_multiple(config: StepConfig) -> int:
     """Return the number that divides the tokens of a sample on a context-parallel rank, so that tp can divide T."""
     tp = config.parallel.tensor_model_parallel_size
     return tp // math.gcd(tp, config.training.micro_batch_size) if config.parallel.sequence_parallel else 1
 
 
-def dealt_tokens(config: Config, layout: Layout, cp_rank: int = 0) -> int:
+def dealt_tokens(config: StepConfig, layout: Layout, cp_rank: int = 0) -> int:
     """Return the tokens of a sample on a context-parallel rank; the first rank has the most."""
     return share(config.model.seq_length, layout.cp, cp_rank, dealt_multiple(config))
 
 
-def rank_tokens(config: Config, layout: Layout, cp_rank: int = 0) -> int:
+def rank_tokens(config: StepConfig, layout: Layout, cp_rank: int = 0) -> int:
     """Return T, the tokens of a micro-batch on a context-parallel rank; the first rank has the most."""
     return config.training.micro_batch_size * dealt_tokens(config, layout, cp_rank)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megazero.engine.options.schema import Config, ZeroConfig
+from megazero.engine.options.schema import StepConfig, ZeroConfig
 from megazero.engine.plan.layout.flat_layout import ALIGN, FlatLayout, Range, deal_matrices, equal_ranges, round_up
 from megazero.engine.plan.layout.parameters import EXPERTS
 from megazero.engine.plan.layout.topology import Layout
@@ -69,7 +69,9 @@ class ShardingGroup:
     over_tp: bool = True
 
     @classmethod
-    def of(cls, config: Config, layout: Layout, axis: str, replica_axis: str, over_tp: bool = True) -> ShardingGroup:
+    def of(
+        cls, config: StepConfig, layout: Layout, axis: str, replica_axis: str, over_tp: bool = True
+    ) -> ShardingGroup:
         """Return the group along `axis`. With one rank, its policy is stage 0."""
         shards, whole = layout.sizes[axis], config.optimizer.rules.matrices.whole_matrices
         return cls(
@@ -115,7 +117,7 @@ class ShardingGroup:
 DENSE, EXPERT = "dense", "expert"
 
 
-def sharding_groups(config: Config, layout: Layout) -> dict[str, ShardingGroup]:
+def sharding_groups(config: StepConfig, layout: Layout) -> dict[str, ShardingGroup]:
     """Return name -> sharding group of a run; equal and in the same order on every rank."""
     found = {DENSE: ShardingGroup.of(config, layout, "shard", "replica")}
     if config.model.num_experts:
@@ -143,7 +145,7 @@ class PersistentGradients(NamedTuple):
     sharded: bool
 
 
-def host_units(config: Config, numel: Mapping[str, int], tied: str | None) -> frozenset[str]:
+def host_units(config: StepConfig, numel: Mapping[str, int], tied: str | None) -> frozenset[str]:
     """Return the units of a pipeline rank whose master weights, states and reduced gradients are in host memory.
 
     They are its first units, with at most --optimizer-offload-fraction of its elements. The table that two stages hold
@@ -164,7 +166,7 @@ def host_units(config: Config, numel: Mapping[str, int], tied: str | None) -> fr
     return frozenset(found)
 
 
-def offload_fraction(config: Config) -> float:
+def offload_fraction(config: StepConfig) -> float:
     """Return the largest share of a rank's elements with states in host memory; 0: all states are on the device."""
     offloads = config.optimizer.optimizer_cpu_offload and config.trains
     return config.optimizer.optimizer_offload_fraction if offloads else 0.0

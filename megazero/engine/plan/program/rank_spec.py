@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megazero.engine.options.schema import Config
+from megazero.engine.options.schema import StepConfig
 from megazero.engine.plan.layout.flat_layout import FlatLayout, Range
 from megazero.engine.plan.layout.layers import Declare, Use, pass_costs, stage_units
 from megazero.engine.plan.layout.parameters import EXPERTS, unit_layout
@@ -142,7 +142,7 @@ class RankSpec:
         )
 
 
-def rank_spec(config: Config, layout: Layout, pp: int, declare: Declare) -> RankSpec:
+def rank_spec(config: StepConfig, layout: Layout, pp: int, declare: Declare) -> RankSpec:
     """Describe the ranks at pipeline position `pp`; `config` is resolved."""
     layers = declare(config.model, layout.tp)
     specs = stage_units(layers, layout, pp, config.training.freeze_parameters)

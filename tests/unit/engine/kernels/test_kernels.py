@@ -13,10 +13,10 @@ from megazero.engine.kernels.eager import LogitMap
 from megazero.engine.kernels.kernel_table import EAGER, TRITON
 from megazero.engine.kernels.rotary import Rotary
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_device
 from megazero.planner.trace.kernel_records import Operator

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megazero.engine.kernels.kernel_table import EAGER
 from megazero.engine.kernels.matmul import Products, writes_wide
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.options.schema import Config, TrainingConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import Config, TrainingConfig
 from megazero.flags.validate import check_device
 from megazero.planner.trace.pretend import pretend_mesh
 from megazero.run.kernel_choices import FASTER, choose_matmul_backend, fastest_ratio, onednn_gain

@@ -11,10 +11,10 @@ import torch
 from megazero.engine.kernels.dropout import CORE_ELEMENTS, Dropout, Rows
 from megazero.engine.kernels.initial_values import BLOCK, draw, seed_of, standard_normal
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.layout.parameters import ParamSpec
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import ModelConfig
 from tests.helpers.table import for_each
 
 SEED = 1234

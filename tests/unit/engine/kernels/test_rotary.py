@@ -12,9 +12,9 @@ from megazero.engine.kernels.kernel_table import EAGER
 from megazero.engine.kernels.rotary import Rotary
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_values
 from megazero.generation.generate import NewTokens

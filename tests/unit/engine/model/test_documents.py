@@ -11,7 +11,7 @@ import torch
 from megazero.engine.model.documents import Documents, DocumentSpan
 from megazero.engine.model.layers.context import MicroBatchInfo
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, DataConfig, ModelConfig, TrainingConfig
+from megazero.flags.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.generation.generate import packed_prompts
 from megazero.planner.trace.trace import trace_block

@@ -12,8 +12,8 @@ from megazero.engine.model.experts.expert_scores import ExpertScores
 from megazero.engine.model.experts.router import Router
 from megazero.engine.model.layers.context import Context, MicroBatchInfo, ResidualStream
 from megazero.engine.model.layers.weight import GradWriter, Weight
-from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import ModelConfig
 from megazero.planner.trace.pretend import pretend_mesh
 
 E, K, T, H = 12, 3, 40, 8

@@ -22,8 +22,8 @@ from megazero.engine.model.layers.context import Context, MicroBatchInfo, Residu
 from megazero.engine.model.layers.linear import Call, Residual
 from megazero.engine.model.layers.norm import NORMS, NoNorm
 from megazero.engine.model.layers.weight import named_weights
-from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import ModelConfig
 from megazero.planner.trace.pretend import pretend_mesh
 from megazero.planner.trace.trace import model_flops
 from tests.helpers.rounding import assert_sum, error_bound, model_tolerance

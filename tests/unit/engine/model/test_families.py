@@ -13,10 +13,10 @@ from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.context import MicroBatchInfo
 from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES
-from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
 from megazero.flags.cli import parse
+from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.interop.huggingface.families import MODELS, family_of
 from megazero.interop.huggingface.model_types import canonical

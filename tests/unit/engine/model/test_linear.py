@@ -13,8 +13,8 @@ from megazero.engine.model.layers.linear import Call, ColumnLinear, Residual, Re
 from megazero.engine.model.layers.mlp import MLP
 from megazero.engine.model.layers.norm import NORMS, NoNorm
 from megazero.engine.model.layers.weight import GradWriter, Weight, named_weights
-from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import ModelConfig
 from megazero.planner.trace.pretend import pretend_mesh
 from tests.helpers.table import for_each
 from tests.reference import ACTIVATIONS

@@ -12,9 +12,9 @@ from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.attention import CoreAttention
 from megazero.engine.model.layers.context import MicroBatchInfo
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config, ModelConfig, TrainingConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from tests.parallel.cases import MicroBatch
 

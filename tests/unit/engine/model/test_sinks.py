@@ -13,7 +13,7 @@ from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.attention import CoreAttention
 from megazero.engine.model.layers.sinks import Sinks
 from megazero.engine.model.scores import Scores
-from megazero.engine.options.schema import ModelConfig
+from megazero.flags.config import ModelConfig
 from megazero.generation.kv_cache import KVCache
 from tests.helpers.table import for_each
 from tests.pretended_gpu import GPU, pretended_gpu

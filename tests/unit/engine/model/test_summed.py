@@ -13,9 +13,9 @@ from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.weight import weights_of
 from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES as TRAITS
-from megazero.engine.options.schema import Config, ModelConfig
 from megazero.engine.plan.layout.layers import Use
 from megazero.engine.plan.program.rank_spec import PlannedLayer
+from megazero.flags.config import Config, ModelConfig
 from megazero.flags.resolve import resolve
 from megazero.planner.trace.trace import trace
 from tests.helpers.rows import ROWS, known, known_row, options_of, parse_as

@@ -15,10 +15,10 @@ from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.attention import CoreAttention
 from megazero.engine.model.scores import Scores
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig, TrainingConfig
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.cli import parse
+from megazero.flags.config import ActivationConfig, Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.generation.kv_cache import KVCache
 from megazero.interop.huggingface.families import MODELS, family_of

@@ -9,8 +9,8 @@ from torch.optim import _muon
 from megazero.engine.optim import lion, muon
 from megazero.engine.optim.muon import OwnedMatrices, newton_schulz
 from megazero.engine.optim.step import StepParams
-from megazero.engine.options.schema import OptimizerConfig
 from megazero.engine.plan.layout.flat_layout import Matrices, Range
+from megazero.flags.config import OptimizerConfig
 from megazero.planner.time.costs import iteration_products
 from tests.helpers.table import for_each
 

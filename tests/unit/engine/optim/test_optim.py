@@ -10,9 +10,9 @@ import torch
 
 from megazero.engine.optim.adamw import OPERATOR, update
 from megazero.engine.optim.step import StepParams
-from megazero.engine.options.schema import OptimizerConfig, TrainingConfig
 from megazero.engine.plan.layout.flat_layout import FlatParam, equal_ranges, flat_layout
 from megazero.engine.step.optimization import LossScale, clip_factor, learning_rate
+from megazero.flags.config import OptimizerConfig, TrainingConfig
 from tests.helpers.rounding import error_bound
 from tests.helpers.table import for_each
 

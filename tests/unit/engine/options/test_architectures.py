@@ -8,9 +8,9 @@ import pytest
 
 from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES
-from megazero.engine.options.schema import ActivationConfig, ModelConfig
 from megazero.engine.plan.layout.parameters import unit_layout
 from megazero.flags.cli import parse
+from megazero.flags.config import ActivationConfig, ModelConfig
 from megazero.flags.flag_names import flags, to_toml
 from megazero.flags.pipeline_split import layer_costs
 from megazero.flags.resolve import resolve

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import pytest
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.flags.flag_names import flags
 from megazero.flags.limit_checks import MAX_NAME, MAX_TEXT, divisors, out_of_range
 from megazero.flags.resolve import resolve

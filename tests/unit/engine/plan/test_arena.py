@@ -5,13 +5,13 @@ import random
 from dataclasses import replace
 
 from megazero.engine.model.stage import TOKEN_EMBEDDING, declare
-from megazero.engine.options.schema import Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.arena import Life, extent, fit, most_alive, place_weights
 from megazero.engine.plan.program.operations import Forward, Gather, Ops, Release, Start, Wait
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import RankSpec, rank_spec
 from megazero.engine.plan.schedule.schedules import EVALUATION
+from megazero.flags.config import Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from tests.helpers.table import for_each
 
 

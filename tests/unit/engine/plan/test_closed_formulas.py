@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import (
+from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import (
     ActivationConfig,
     Config,
     ModelConfig,
@@ -22,7 +23,6 @@ from megazero.engine.options.schema import (
     TrainingConfig,
     ZeroConfig,
 )
-from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import estimate
 from tests.helpers.table import for_each

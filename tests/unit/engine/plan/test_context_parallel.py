@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.batch import Uploaded
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.flags.flag_names import with_values
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_device

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import Config
 from megazero.engine.step.optimization import LossScale, clip_factor, learning_rate
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.flags.flag_names import flags
 from megazero.planner.run_plan import make_plan, plan_config
 from tests.helpers.table import for_each

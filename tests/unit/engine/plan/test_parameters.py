@@ -7,10 +7,10 @@ import pytest
 
 from megazero.checkpoint.regions import Region, coverage_fault
 from megazero.engine.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
-from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.layout.parameters import ParamSpec, unit_layout
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.config import ModelConfig
 from megazero.planner.parameter_counts import num_parameters
 from tests.helpers.table import for_each
 

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from megazero.engine.model.stage import HEAD, POSITION_EMBEDDING, TOKEN_EMBEDDING, declare
-from megazero.engine.options.schema import Config, ModelConfig, ZeroConfig
 from megazero.engine.plan.layout.flat_layout import equal_ranges
 from megazero.engine.plan.layout.layers import Use
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import Buckets, ZeroPolicy, plan_buckets
 from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.flags.config import Config, ModelConfig, ZeroConfig
 from tests.helpers.table import for_each
 
 CUT = ZeroPolicy(True, True, True)

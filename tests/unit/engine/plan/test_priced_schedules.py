@@ -12,7 +12,6 @@ import torch
 from megazero.engine.memory.tracker import MemoryTracker
 from megazero.engine.mesh.collectives import Pending
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import ActivationConfig, Config, ModelConfig, ZeroConfig
 from megazero.engine.plan.layout.flat_layout import Range, equal_ranges
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import Buckets
@@ -21,6 +20,7 @@ from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.plan.schedule.schedules import Pipeline, order_of, placement
 from megazero.engine.zero.reduce_scatter import Buffer, Reducer
+from megazero.flags.config import ActivationConfig, Config, ModelConfig, ZeroConfig
 from megazero.flags.pipeline_split import LayerCosts, split_by_cost
 from megazero.planner.bytes.estimate import Few
 from megazero.planner.time.simulate import simulate

@@ -10,14 +10,6 @@ import pytest
 
 from megazero.console.program_tool import lines_of
 from megazero.engine.model.stage import declare
-from megazero.engine.options.schema import (
-    ActivationConfig,
-    Config,
-    ModelConfig,
-    ParallelConfig,
-    TrainingConfig,
-    ZeroConfig,
-)
 from megazero.engine.plan.layout.flat_layout import ALIGN
 from megazero.engine.plan.layout.layers import Use
 from megazero.engine.plan.layout.topology import Layout
@@ -51,6 +43,14 @@ from megazero.engine.plan.program.passes import finish_gradients, merge_gathers
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import RankSpec, rank_spec
 from megazero.engine.plan.schedule.schedules import EVALUATION
+from megazero.flags.config import (
+    ActivationConfig,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
+    ZeroConfig,
+)
 from megazero.planner.time.simulate import simulate
 from tests.helpers.table import for_each
 

@@ -16,16 +16,6 @@ from megazero.engine.model.layers.context import kept_bytes
 from megazero.engine.model.layers.weight import GradWriter
 from megazero.engine.model.stage import declare
 from megazero.engine.options.optimizers import ADAMW
-from megazero.engine.options.schema import (
-    BYTES,
-    ActivationConfig,
-    Config,
-    EvaluationConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainingConfig,
-    ZeroConfig,
-)
 from megazero.engine.plan.layout.flat_layout import FlatParam, Range, equal_ranges, flat_layout, partition_numel
 from megazero.engine.plan.layout.layers import pass_costs
 from megazero.engine.plan.layout.parameters import unit_layout
@@ -41,6 +31,16 @@ from megazero.engine.plan.optimizer_sizes import Rates
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import (
+    BYTES,
+    ActivationConfig,
+    Config,
+    EvaluationConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainingConfig,
+    ZeroConfig,
+)
 from megazero.flags.pipeline_split import layer_costs
 from megazero.planner.sizes import NUMBER
 from megazero.planner.trace.trace import trace_block

@@ -1,71 +1,22 @@
-"""Flags of a run around its steps: data, evaluation, checkpoints, monitoring, logs, plans."""
+"""All flags: a tree of frozen dataclasses. The engine's part is `StepConfig`.
 
-from dataclasses import dataclass
+Flags are flat and bear Megatron's and DeepSpeed's names. A preset is a TOML file of the same names under the flags.
+Field docstrings are the help text. Nothing rewrites a config: `resolve` makes the final one, once.
+"""
+
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from megazero.engine.options.limits import Bounds, Iterations, Minutes, Positive, is_number
-
-# A blend of more corpora has no entry per corpus in the metrics, whose lines would be pages.
-MAX_NAMED_CORPORA = 100
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Corpora, tokenizer and reading."""
-
-    data_path: tuple[str, ...] = ()
-    """A corpus: the PREFIX of PREFIX.bin and PREFIX.idx. Or several: PREFIX1 PREFIX2 ... blends them in proportion to
-    their tokens, W1 PREFIX1 W2 PREFIX2 ... by weights."""
-    data_args_path: str = ""
-    """Text file with the words of --data-path, for many corpora. # starts a comment."""
-    split: str = "969,30,1"
-    """Shares of training, validation and test data."""
-    split_by: Literal["auto", "documents", "tokens"] = "auto"
-    """Division of a corpus by --split: documents keeps documents whole, as Megatron-LM does; tokens may cut inside
-    them. auto: documents, unless training, validation or test would get none."""
-    packing: Literal["split", "best-fit"] = "split"
-    """Documents in samples: split cuts their stream at every sample. best-fit puts whole documents together, and cuts
-    those alone that are longer than a sample; it implies --reset-attention-mask and --reset-position-ids."""
-    tokenizer: str = ""
-    """File or folder of a tokenizer: tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, or a tiktoken
-    FILE with FILE.json. gpt2:DIR, sentencepiece:FILE and tiktoken:FILE name the kind, which is recognised without.
-    byte: one token per byte. Empty: the tokenizer of the corpus, which PREFIX.json names."""
-    eod_mask_loss: bool = False
-    """Exclude from the loss the first token after each end-of-document token."""
-    reset_attention_mask: bool = False
-    """Limit attention to the tokens of the same document."""
-    reset_position_ids: bool = False
-    """Restart positions at 0 after each end-of-document token."""
-    mock_data: bool = False
-    """Train on made-up tokens instead of --data-path, to try a layout. Most tokens follow from the one before, so that
-    the loss falls (docs/run.md). Needs --vocab-size or --tokenizer."""
-    skip_samples: str = ""
-    """A:B leaves out samples A to B - 1. To pass a loss spike, load an earlier checkpoint and skip the samples of the
-    spike, by their consumed_samples in metrics.jsonl."""
-    data_stages: str = ""
-    """TOML file of stages: each [[stage]] has from-sample, the first sample from which it holds, and the flags that
-    differ from the command's: the corpora, --seq-length, batch sizes, the learning rate and its decay. Needs --save. A
-    corpus that stays continues where it was."""
-    num_workers: Annotated[int, Bounds(0, 64, "one thread per rank is ahead of any step")] = 1
-    """Threads per rank that read batches ahead. 0: read in the training thread."""
-
-    @property
-    def named_corpora(self) -> int:
-        """Corpora of --data-path with an entry each in the metrics; 1 if it names one, or too many."""
-        words = self.data_path
-        num_corpora = len(words) // 2 if words and is_number(words[0]) else len(words)  # with weights, or without
-        return num_corpora if 1 < num_corpora <= MAX_NAMED_CORPORA else 1
-
-    @property
-    def document_flags(self) -> tuple[str, ...]:
-        """The flags given that need the end-of-document token."""
-        by_token = self.packing == "split"  # else the samples' documents are known
-        flags = {
-            "--eod-mask-loss": self.eod_mask_loss,
-            "--reset-attention-mask": self.reset_attention_mask and by_token,
-            "--reset-position-ids": self.reset_position_ids and by_token,
-        }
-        return tuple(flag for flag, given in flags.items() if given)
+from megazero.engine.options.limits import Bounds, Iterations, Minutes, Positive
+from megazero.engine.options.model_options import ModelConfig as ModelConfig
+from megazero.engine.options.optimizers import BYTES as BYTES
+from megazero.engine.options.schema import StepConfig
+from megazero.engine.options.step_options import ActivationConfig as ActivationConfig
+from megazero.engine.options.step_options import DataConfig as DataConfig
+from megazero.engine.options.step_options import OptimizerConfig as OptimizerConfig
+from megazero.engine.options.step_options import ParallelConfig as ParallelConfig
+from megazero.engine.options.step_options import TrainingConfig as TrainingConfig
+from megazero.engine.options.step_options import ZeroConfig as ZeroConfig
 
 
 @dataclass(frozen=True)
@@ -226,3 +177,30 @@ class PlanConfig:
     rehearse_on: Literal["gpu", "cpu", "here"] = "gpu"
     """--rehearse: gpu or cpu imitates the kernels and collectives of that device on tensors without data; here uses
     real tensors on the device of this machine."""
+
+
+@dataclass(frozen=True)
+class Config(StepConfig):
+    """Pretrain a GPT model. Run it alone, under torchrun or under srun: the flags are the same.
+
+    Example: python pretrain_gpt.py --preset tiny --data-path PREFIX --tokenizer byte --save runs/a --log-dir runs/a
+    """
+
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    preset: str = ""
+    """TOML file of flags (without the dashes), or the name of one in scripts/presets. Flags override it; its warm-up,
+    decay and saving give way to them."""
+    hf_config: str = ""
+    """config.json of a Hugging Face model, or a folder with one: the model to train. Flags override it: --num-layers 2
+    makes a small copy, --seq-length shortens the samples. The folder's tokenizer is the default of --tokenizer. Options
+    that this version does not compute are refused by key and value. Reading it takes about two seconds, in which
+    transformers is imported. A resumed run has the model of its checkpoint instead. A Hugging Face folder as --load
+    implies it."""
+
+    @property
+    def trains(self) -> bool:
+        return not self.evaluation.eval_only
