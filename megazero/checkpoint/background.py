@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megazero.checkpoint.messages import Group
 from megazero.engine.memory.tracker import Allocation, MemoryTracker
-from megazero.engine.mesh.messages import Group
 from megazero.engine.zero.shards import LocalShard
 
 # A rank waits at least this long for the slowest rank's write.

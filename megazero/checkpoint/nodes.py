@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from megazero.checkpoint.messages import Group, rank_of, receive, start_send
 from megazero.checkpoint.shared_outcome import gather_all
-from megazero.engine.mesh.messages import Group, rank_of, receive, start_send
 from megazero.world import Node, this_node
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from megazero.checkpoint.manifest import Damaged
-from megazero.engine.mesh.messages import Group, broadcast_bytes, gather_bytes, rank_of, scatter_bytes
+from megazero.checkpoint.messages import Group, broadcast_bytes, gather_bytes, rank_of, scatter_bytes
 from megazero.files import explain
 
 T = TypeVar("T")

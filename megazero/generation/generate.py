@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from megazero.checkpoint.messages import gather_over_mesh
 from megazero.engine.mesh.mesh import Mesh
 from megazero.generation.kv_cache import KVCache
 from megazero.generation.sampling import Sampling
@@ -115,7 +116,8 @@ class Generator:
         """Return the texts of all data-parallel ranks, on rank 0; nothing on the others."""
         mesh = self.model.mesh
         own = [astuple(text) for text in texts] if mesh.tp.is_first and mesh.cp.is_first and mesh.pp.is_first else []
-        found = [Text(*each) for data in mesh.gather_bytes(json.dumps(own).encode()) for each in json.loads(data)]
+        parts = gather_over_mesh(json.dumps(own).encode(), mesh)
+        found = [Text(*each) for data in parts for each in json.loads(data)]
         return sorted(found, key=lambda text: text.number)
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megazero.checkpoint.messages import gather_over_mesh
 from megazero.engine.memory.tracker import KINDS, MemoryTracker
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.plan.program.operations import Op, Recv, Send, Start, Wait, axis_of, name_of
@@ -77,7 +78,7 @@ class Trace:
         for op, begin in self._in_flight.items():  # not waited for yet
             self._asynchronous(Interval(op, begin, now))
         part = ",\n".join(json.dumps(event) for event in [*self._metadata(), *self.events])
-        parts = self.mesh.gather_bytes(part.encode())
+        parts = gather_over_mesh(part.encode(), self.mesh)
         try:
             if self.mesh.rank == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)

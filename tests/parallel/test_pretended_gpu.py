@@ -160,6 +160,7 @@ ROTARY = Case(model=replace(SMALL, architecture="llama"), kernels="eager")
 SHARDED = Case(dp=2, zero=3, model=SMALL, kernels="eager")
 STAGES = Case(pp=2, model=SMALL, kernels="eager", micro_batches=3)
 STORE = "megazero.engine.memory.copies", "StreamCopies", "start_store"
+LINK = "megazero.engine.memory.copies", "HostLink", "_start"
 FETCH = "megazero.engine.memory.copies", "StreamCopies", "start_fetch"
 START = "megazero.engine.mesh.collectives", "Axis", "_start"
 
@@ -177,7 +178,7 @@ START = "megazero.engine.mesh.collectives", "Axis", "_start"
         ),
         pytest.param(
             OFFLOADED,
-            Fault(*STORE, "self.storing.wait_stream(compute)", "pass"),
+            Fault(*LINK, "stream.wait_stream(self.streams.compute)", "pass"),
             {RACE},
             "copy_ [Keep blocks.1 mb 0 slot 1] on stream 1 reads bytes of a tensor in device memory that copy_ [Keep "
             "blocks.1 mb 0 slot 1] on the compute stream writes",
@@ -201,7 +202,7 @@ START = "megazero.engine.mesh.collectives", "Axis", "_start"
         ),
         pytest.param(
             OFFLOADED,
-            Fault(*FETCH, "self.fetching.wait_stream(self.streams.compute)", "pass"),
+            Fault(*LINK, "stream.wait_stream(self.streams.compute)", "pass"),
             {RACE},
             "copy_ [start Fetch blocks.0 mb 0] on stream 2 writes bytes of a tensor in device memory that "
             "native_layer_norm_backward [Backward blocks.2 mb 0] on the compute stream reads",

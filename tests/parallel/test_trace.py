@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megazero.checkpoint.messages import gather_over_mesh
 from megazero.engine.plan.program.operations import Start, Wait, axis_of, name_of
 from megazero.engine.step.engine import Engine
 from megazero.flags.config import LogConfig
@@ -185,7 +186,7 @@ def test_a_run_that_ends_within_the_range_writes_what_there_is(ranks, tmp_path: 
 
 
 def parts(rank: int) -> list[bytes]:
-    return list(new_engine(rank, Case(dp=2)).mesh.gather_bytes(b"x" * (1 + 5 * rank)))
+    return list(gather_over_mesh(b"x" * (1 + 5 * rank), new_engine(rank, Case(dp=2)).mesh))
 
 
 def test_bytes_of_all_ranks_come_to_the_first(ranks) -> None:

@@ -96,62 +96,6 @@ class Streams:
         return contextlib.nullcontext() if self.is_meta else torch.cuda.stream(stream)
 
 
-class StreamCopies(Copies):
-    """Copies between a GPU and pinned memory, with one CUDA stream for each direction.
-
-    Each direction uses COPY_DEPTH buffers on the device, which are never freed. So a block's input can be freed as soon
-    as the computation has copied it into one, and no tensor is freed while another stream reads it.
-
-    A host slot is rewritten only after the computation has waited for its fetch, because `start_store` waits for all
-    operations that the computation has issued.
-    """
-
-    def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, tracker: MemoryTracker, sent: Counter[str]
-    ) -> None:
-        super().__init__(sent)
-        self.streams = Streams(device)
-        self.storing, self.fetching = self.streams.new(), self.streams.new()
-        self.outgoing = BufferPool(
-            numel=numel, dtype=dtype, device=device, tracker=tracker, kind="buffers", count=COPY_DEPTH
-        )
-        self.incoming = BufferPool(
-            numel=numel, dtype=dtype, device=device, tracker=tracker, kind="buffers", count=COPY_DEPTH
-        )
-        self.left: list[torch.cuda.Event | None] = [None] * COPY_DEPTH  # end of the last copy from each outgoing buffer
-        self.stores = self.fetches = 0  # so far; buffers take turns
-
-    def start_store(self, part: torch.Tensor, host: torch.Tensor) -> HostCopy:
-        self.sent[PCIE] += host.nbytes
-        compute = self.streams.compute
-        turn = self.stores % COPY_DEPTH
-        self.stores += 1
-        buffer, left = self.outgoing[turn], self.left[turn]
-        if left is not None:
-            compute.wait_event(left)
-        buffer[: part.numel()].copy_(part)
-        self.storing.wait_stream(compute)
-        with self.streams.on(self.storing):
-            host.copy_(buffer, non_blocking=True)
-        done = self.left[turn] = self.storing.record_event()
-        return HostCopy(host, done)
-
-    def start_fetch(self, copy: HostCopy) -> DeviceCopy:
-        self.sent[PCIE] += copy.host.nbytes
-        buffer = self.incoming[self.fetches % COPY_DEPTH]
-        self.fetches += 1
-        self.fetching.wait_stream(self.streams.compute)  # its work with this buffer is issued by now
-        if copy.done is not None:
-            self.fetching.wait_event(copy.done)
-        with self.streams.on(self.fetching):
-            buffer.copy_(copy.host, non_blocking=True)
-        return DeviceCopy(buffer, self.fetching.record_event())
-
-    def finish(self) -> None:
-        self.storing.synchronize()
-        self.fetching.synchronize()
-
-
 class HostLink:
     """Copies between tensors of the device and of host memory, without buffers; on a GPU, a stream for each direction.
 
@@ -198,3 +142,47 @@ class HostLink:
         if self.streams is not None and self.fetches:
             self.fetching.synchronize()
         self.fetches = False
+
+
+class StreamCopies(Copies):
+    """Copies between a GPU and pinned memory, with one CUDA stream for each direction.
+
+    Each direction uses COPY_DEPTH buffers on the device, which are never freed. So a block's input can be freed as soon
+    as the computation has copied it into one, and no tensor is freed while another stream reads it.
+
+    A host slot is rewritten only after the computation has waited for its fetch, because `start_store` waits for all
+    operations that the computation has issued. So does `start_fetch`, before it rewrites a buffer.
+    """
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, tracker: MemoryTracker, sent: Counter[str]
+    ) -> None:
+        super().__init__(sent)
+        self.streams, self.link = Streams(device), HostLink(device, sent)
+        self.outgoing, self.incoming = (
+            BufferPool(numel=numel, dtype=dtype, device=device, tracker=tracker, kind="buffers", count=COPY_DEPTH)
+            for _ in range(2)
+        )
+        self.left: list[torch.cuda.Event | None] = [None] * COPY_DEPTH  # end of the last copy from each outgoing buffer
+        self.stores = self.fetches = 0  # so far; buffers take turns
+
+    def start_store(self, part: torch.Tensor, host: torch.Tensor) -> HostCopy:
+        turn = self.stores % COPY_DEPTH
+        self.stores += 1
+        buffer, left = self.outgoing[turn], self.left[turn]
+        if left is not None:
+            self.streams.compute.wait_event(left)
+        buffer[: part.numel()].copy_(part)
+        done = self.left[turn] = self.link.start_store(buffer, host).done
+        return HostCopy(host, done)
+
+    def start_fetch(self, copy: HostCopy) -> DeviceCopy:
+        buffer = self.incoming[self.fetches % COPY_DEPTH]
+        self.fetches += 1
+        if copy.done is not None:
+            self.link.fetching.wait_event(copy.done)
+        return self.link.start_fetch(copy.host, buffer)
+
+    def finish(self) -> None:
+        self.link.finish_stores()
+        self.link.finish_fetches()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megazero.engine.mesh.collectives import Axis
 from megazero.engine.mesh.groups import GroupMaker
 from megazero.engine.mesh.in_flight import InFlight
-from megazero.engine.mesh.messages import gather_bytes
 from megazero.engine.mesh.peer_errors import peer_errors
 from megazero.engine.plan.layout.topology import AXES, KINDS_OF_TRAFFIC, SUB_AXES, TRAFFIC, Coord, Layout
 
@@ -150,14 +149,6 @@ class Mesh:
         if self.host_group is not None:
             with self.world.peer_errors("barrier over all ranks"):
                 dist.barrier(self.host_group)
-
-    def gather_bytes(self, data: bytes) -> Iterator[bytes]:
-        """Yield every rank's `data` on rank 0, one at a time in order of rank; nothing on the others.
-
-        All ranks call this and iterate to the end. It is not counted as traffic.
-        """
-        with self.world.peer_errors("gathering bytes on rank 0"):
-            yield from gather_bytes(data, self.host_group)
 
     def control_sum(self, x: torch.Tensor, *axes: Axis) -> torch.Tensor:
         """Sum a few numbers x [n] over `axes` in place, counted as control traffic; returns x."""

@@ -19,7 +19,6 @@ they are rounded again, even if the block's least exponent is then lower: checkp
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -50,17 +49,19 @@ def carve(memory: torch.Tensor) -> New:
     return new
 
 
-class Kept(Protocol):
-    """Numbers of a flat slice in some form.
+class Wide:
+    """Numbers of a flat slice in the dtype of master weights. The classes below keep them in other forms.
 
     Attributes:
         nbytes: memory of this form.
     """
 
-    nbytes: int
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data, self.nbytes = data, data.nbytes
 
     def read(self, part: slice) -> torch.Tensor:
         """Return numbers in the dtype of master weights, as a view if they are kept so, and else as a copy."""
+        return self.data[part]
 
     def write(self, part: slice, values: torch.Tensor, bits: torch.Tensor | None) -> None:
         """Replace numbers. Views that `read` has returned need it not.
@@ -68,18 +69,6 @@ class Kept(Protocol):
         Args:
             bits: 16 random bits for each, int32.
         """
-
-
-class Wide:
-    """Numbers in the dtype of master weights."""
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data, self.nbytes = data, data.nbytes
-
-    def read(self, part: slice) -> torch.Tensor:
-        return self.data[part]
-
-    def write(self, part: slice, values: torch.Tensor, bits: torch.Tensor | None) -> None:
         self.data[part].copy_(values)
 
 
@@ -174,6 +163,9 @@ def round_away(values: torch.Tensor, weights: torch.Tensor) -> None:
 def upper(x: torch.Tensor) -> torch.Tensor:
     """Return the upper halves of int32 numbers, as int16."""
     return x.view(torch.int16)[1::2]  # the upper halves on a little-endian machine
+
+
+Kept = Wide | BFloat16 | Int8 | SplitMaster
 
 
 def _blocks(part: slice) -> slice:

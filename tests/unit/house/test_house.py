@@ -216,7 +216,7 @@ def nothing_forks(sources: Sources) -> Iterator[str]:
 
 
 def checkpoints_send_no_objects(sources: Sources) -> Iterator[str]:
-    """Whoever unpickles runs the sender's code: ranks send JSON and tensors, by `engine.mesh.messages`."""
+    """Whoever unpickles runs the sender's code: ranks send JSON and tensors, by `checkpoint.messages`."""
     for module, tree in sources.items():
         for node in ast.walk(tree) if module.startswith(("checkpoint", "run.")) else ():
             names = {alias.name for alias in node.names} if isinstance(node, (ast.Import, ast.ImportFrom)) else set()

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from megazero.engine.mesh.mesh import Mesh
+
 END = -1  # in place of a length: there is no further message
 MOST_BYTES = 4 << 30
 
@@ -25,7 +27,8 @@ def size_of(group: Group) -> int:
 def start_send(message: torch.Tensor | None, to: int, group: Group) -> list[dist.Work]:
     """Start to send a message, uint8 [n], to a rank of the group; None: `receive` returns None there."""
     parts = [torch.tensor([END])] if message is None else [torch.tensor([len(message)]), message]
-    return [dist.isend(part, group_dst=to, group=group) for part in parts if len(part)]
+    works = [dist.isend(part, group_dst=to, group=group) for part in parts if len(part)]
+    return [work for work in works if work is not None]  # None: this rank is outside the group
 
 
 def receive(source: int, group: Group) -> torch.Tensor | None:
@@ -48,24 +51,39 @@ def tensor_of(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
+def _send(data: bytes, to: int, group: Group) -> None:
+    for work in start_send(tensor_of(data), to, group):
+        work.wait()
+
+
+def _receive_bytes(source: int, group: Group) -> bytes:
+    message = receive(source, group)
+    assert message is not None, source
+    return bytes(message.numpy().tobytes())
+
+
 def gather_bytes(data: bytes, group: Group) -> Iterator[bytes]:
     """Yield every rank's `data` on rank 0, in order of rank; nothing on the others. Iterate to the end."""
     if rank_of(group) > 0:
-        for work in start_send(tensor_of(data), 0, group):
-            work.wait()
+        _send(data, 0, group)
         return
     yield data
     for rank in range(1, size_of(group)):
-        yield receive(rank, group).numpy().tobytes()
+        yield _receive_bytes(rank, group)
+
+
+def gather_over_mesh(data: bytes, mesh: Mesh) -> Iterator[bytes]:
+    """Yield as `gather_bytes`, over all ranks of a mesh. PeerLost if one of them fails."""
+    with mesh.world.peer_errors("gathering bytes on rank 0"):
+        yield from gather_bytes(data, mesh.host_group)
 
 
 def scatter_bytes(parts: Sequence[bytes], group: Group) -> bytes:
     """Return this rank's item of a list that rank 0 has."""
     if rank_of(group) > 0:
-        return receive(0, group).numpy().tobytes()
+        return _receive_bytes(0, group)
     for rank in range(1, size_of(group)):
-        for work in start_send(tensor_of(parts[rank]), rank, group):
-            work.wait()
+        _send(parts[rank], rank, group)
     return parts[0]
 
 
