@@ -63,12 +63,10 @@ class KeptInputs:
         self.kind, self.free_kind = ("host", "host") if on_host else ("activation_checkpoints", "buffers")
         on_gpu = device.type != "cpu"
         self.copies: Copies | None = None
-        if on_host:
-            self.copies = (
-                StreamCopies(numel=self.part_numel, dtype=dtype, device=device, tracker=tracker, sent=sent)
-                if on_gpu
-                else Copies(sent)
-            )
+        if on_host and on_gpu:
+            self.copies = StreamCopies(numel=self.part_numel, dtype=dtype, device=device, tracker=tracker, sent=sent)
+        elif on_host:
+            self.copies = Copies(sent)
         self.slots = BufferPool(
             numel=self.part_numel,
             dtype=dtype,

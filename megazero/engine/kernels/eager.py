@@ -35,10 +35,6 @@ def gelu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
     return torch.ops.aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=dy), None
 
 
-def exact_gelu(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x)
-
-
 def exact_gelu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
     return torch.ops.aten.gelu_backward.grad_input(dy, x, grad_input=dy), None
 

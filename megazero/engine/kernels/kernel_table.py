@@ -70,7 +70,7 @@ EAGER = Kernels(
     rms_norm_grad=eager.rms_norm_grad,
     layer_norm_grad=eager.layer_norm_grad,
     activations={
-        "gelu": Activation(eager.exact_gelu, eager.exact_gelu_grad),
+        "gelu": Activation(F.gelu, eager.exact_gelu_grad),
         "gelu-tanh": Activation(eager.gelu, eager.gelu_grad),
         "relu": Activation(F.relu, eager.relu_grad),
         "squared-relu": Activation(eager.squared_relu, eager.squared_relu_grad),
@@ -97,6 +97,4 @@ TRITON = EAGER._replace(
     rotary=operators.rotary,
     add_rows=operators.add_rows,
 )
-
-
 KERNELS = {"eager": EAGER, "triton": TRITON}  # by `TrainingConfig.kernels_on`

@@ -4,8 +4,6 @@ The bits of an element are a hash of (seed, name of the weight, number of the up
 in the block). A block is BLOCK neighbours in a row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,43 +26,25 @@ class NoisePiece(NamedTuple):
     place: Range
 
 
-class _Place(NamedTuple):
-    """Blocks of a piece: their place in the slice, and the way from there to their numbers in the global tensor.
+def _place(seed: int, piece: NoisePiece) -> tuple[int, ...]:
+    """Describe the blocks of a piece. Of the dims before the last, dim 0 and one more at most are sharded.
 
-    Attributes:
-        begin: the first block, in the slice.
-        shift: from there to the local number.
-        width, rows: local blocks of a row, and local rows of an index of the outer dims.
-        whole_width, whole_rows: the same of the global tensor.
-        first_row, first_block: global ones of this rank's, from which rows and blocks in a row are counted.
-        low, high: key of the weight.
+    Returns:
+        The first block, in the slice; the shift from there to its local number; local blocks of a row, and local rows
+        of an index of the outer dims; the same two of the global tensor; this rank's first row, and its first block in
+        a row, in the global tensor; both halves of the weight's key.
     """
-
-    begin: int
-    shift: int
-    width: int
-    rows: int
-    whole_width: int
-    whole_rows: int
-    first_row: int
-    first_block: int
-    low: int
-    high: int
-
-    @classmethod
-    def of(cls, seed: int, piece: NoisePiece) -> _Place:
-        """Describe a piece. Of the dims before the last, dim 0 and one more at most are sharded."""
-        spec, block, key = piece.spec, piece.block, seed_of(seed, "moments", piece.spec.name)
-        leading = [dim for dim, _ in spec.sharded if dim < len(spec.shape) - 1]
-        dim = max(leading, default=0)
-        assert spec.shape[1:dim] == block.shape[1:dim], (spec, block)
-        assert block.shape[-1] % BLOCK == 0 and math.prod(spec.shape) < MOST_BLOCKS * BLOCK, (spec, block)
-        rows, whole_rows = (math.prod(shape[dim:-1]) for shape in (block.shape, spec.shape))
-        first_row = sum(at * math.prod(spec.shape[d + 1 : -1]) for d, at in enumerate(block.offset[:-1]))
-        begin, width, whole_width = (n // BLOCK for n in (piece.place.start, block.shape[-1], spec.shape[-1]))
-        shift, first_block = piece.start // BLOCK - begin, block.offset[-1] // BLOCK
-        halves = signed(key), signed(key >> 32)
-        return cls(begin, shift, width, rows, whole_width, whole_rows, first_row, first_block, *halves)
+    spec, block, key = piece.spec, piece.block, seed_of(seed, "moments", piece.spec.name)
+    leading = [dim for dim, _ in spec.sharded if dim < len(spec.shape) - 1]
+    dim = max(leading, default=0)
+    assert spec.shape[1:dim] == block.shape[1:dim], (spec, block)
+    assert block.shape[-1] % BLOCK == 0 and math.prod(spec.shape) < MOST_BLOCKS * BLOCK, (spec, block)
+    rows, whole_rows = (math.prod(shape[dim:-1]) for shape in (block.shape, spec.shape))
+    first_row = sum(at * math.prod(spec.shape[d + 1 : -1]) for d, at in enumerate(block.offset[:-1]))
+    begin, width, whole_width = (n // BLOCK for n in (piece.place.start, block.shape[-1], spec.shape[-1]))
+    shift, first_block = piece.start // BLOCK - begin, block.offset[-1] // BLOCK
+    halves = signed(key), signed(key >> 32)
+    return begin, shift, width, rows, whole_width, whole_rows, first_row, first_block, *halves
 
 
 class Noise:
@@ -72,8 +52,8 @@ class Noise:
 
     def __init__(self, seed: int, pieces: Sequence[NoisePiece], device: torch.device) -> None:
         self.seed = seed
-        nothing = _Place(*[1] * len(_Place._fields))  # zeros are rounded to 0 by any bits
-        places = sorted(_Place.of(seed, piece) for piece in pieces if piece.place.numel) or [nothing]
+        places = sorted(_place(seed, piece) for piece in pieces if piece.place.numel)
+        places = places or [(1,) * 10]  # zeros are rounded to 0 by any bits
         self._table = torch.tensor(places, dtype=torch.int64).to(device)
         self._begins = self._table[:, 0].contiguous()
         self._steps = torch.arange(BLOCK, dtype=torch.int32, device=device).mul_(GOLDEN)

@@ -86,15 +86,13 @@ def swiglu_grad(dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None]:
     return _SWIGLU_GRAD(dy, x), None
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return eager.rms_norm(x, weight, eps) if x.shape[-1] > WIDEST else _RMS_NORM(x, weight, eps)
+def _unless_wide(operator: Callable[..., Any], wide: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `operator`, a norm's, with `wide` in its place for rows that do not fit into registers."""
+    return lambda x, *others: (wide if x.shape[-1] > WIDEST else operator)(x, *others)
 
 
-def rms_norm_grad(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, residual: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    make = eager.rms_norm_grad if x.shape[-1] > WIDEST else _RMS_NORM_GRAD
-    return make(dy, x, weight, rstd, residual)
+rms_norm = _unless_wide(_RMS_NORM, eager.rms_norm)
+rms_norm_grad = _unless_wide(_RMS_NORM_GRAD, eager.rms_norm_grad)
 
 
 def layer_norm_grad(

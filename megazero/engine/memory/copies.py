@@ -1,9 +1,11 @@
-"""Copies to host memory and back, which overlap with computation."""
+"""Copies between a device and host memory, which overlap with computation."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +35,8 @@ class DeviceCopy(NamedTuple):
         return self.data
 
 
-PCIE = "pcie"  # the kind of traffic of all copies
+PCIE = "pcie"  # the kind of traffic of all copies but those of `upload`
+ALIGN = 16  # bytes: a part of an upload may be read as any dtype
 
 
 class Copies:
@@ -105,7 +108,7 @@ class HostLink:
 
     def __init__(self, device: torch.device, sent: Counter[str]) -> None:
         """sent: bytes of copies so far, under PCIE."""
-        self.device, self.sent = device, sent
+        self.sent = sent
         self.streams = None if device.type == "cpu" else Streams(device)
         self.stores = self.fetches = False  # since `finish_stores`, `finish_fetches`
         if self.streams is not None:
@@ -186,3 +189,26 @@ class StreamCopies(Copies):
     def finish(self) -> None:
         self.link.finish_stores()
         self.link.finish_fetches()
+
+
+def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return host tensors on `device`, copied at once from page-locked memory.
+
+    A copy from other memory blocks the process. torch keeps the page-locked buffer until the copy is done, and reuses
+    it. On a CPU the tensors are returned as they are.
+    """
+    if device.type == "cpu":
+        return list(tensors)
+    starts, total = [], 0
+    for x in tensors:
+        starts.append(total)
+        total += math.ceil(x.nbytes / ALIGN) * ALIGN
+    packed = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for x, start in zip(tensors, starts, strict=True):
+        _part(packed, start, x).copy_(x)
+    packed = packed.to(device, non_blocking=True)
+    return [_part(packed, start, x) for x, start in zip(tensors, starts, strict=True)]
+
+
+def _part(packed: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    return packed[start : start + like.nbytes].view(like.dtype).view(like.shape)

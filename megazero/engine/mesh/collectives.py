@@ -6,6 +6,7 @@ all_reduce silently returns wrong sums for others, and counts the bytes that thi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -204,14 +205,12 @@ class Axis:
         assert full.dim() == 1 and out.shape == parts[self.rank].shape, (full.shape, out.shape)
         self._count("reduce-scatter", full, 1, kind=None, parts=ranges)
         scratch = scratch[: self.scratch_numel(out.numel())]
-        name, group = "reduce-scatter", self.group
+        start = functools.partial(self._start, "reduce-scatter", reads=(full,))
         if self.needs_staging_buffer:
             rows = dict(enumerate(parts))
             arriving = dict(zip(self._others, scratch.view(self.size - 1, out.numel()), strict=True))
-            return self._start(
-                name,
+            return start(
                 lambda: self._exchange({i: rows[i] for i in self._others}, arriving),
-                reads=(full,),
                 writes=(scratch,),
                 result=out,
                 then=lambda: _sum_rows([(rows | arriving)[i] for i in rows], out, add),
@@ -219,19 +218,12 @@ class Axis:
 
         def collective(target: torch.Tensor) -> _Work:
             if ranges:
-                return dist.reduce_scatter(target, parts, group=group, async_op=True)
-            return _reduce_scatter(target, full, group=group, async_op=True)
+                return dist.reduce_scatter(target, parts, group=self.group, async_op=True)
+            return _reduce_scatter(target, full, group=self.group, async_op=True)
 
         if not add:
-            return self._start(name, lambda: collective(out), reads=(full,), writes=(out,))
-        return self._start(
-            name,
-            lambda: collective(scratch),
-            reads=(full,),
-            writes=(scratch,),
-            result=out,
-            then=lambda: _write(out, scratch, add),
-        )
+            return start(lambda: collective(out), writes=(out,))
+        return start(lambda: collective(scratch), writes=(scratch,), result=out, then=lambda: out.add_(scratch))
 
     def _exchange(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> _Work:
         """Send to and receive from other ranks of the axis, all at once; keys are ranks within the axis.

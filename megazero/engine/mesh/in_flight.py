@@ -1,7 +1,6 @@
 """`InFlight`: the memory that collectives in flight read or write. It refuses operations that overlap it."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -18,14 +17,6 @@ def addresses(x: torch.Tensor) -> range:
     return range(x.data_ptr(), x.data_ptr() + elements * x.element_size())
 
 
-class Claim(NamedTuple):
-    """The tensors of a collective in flight. Holding them prevents the reuse of their memory."""
-
-    name: str
-    reads: tuple[torch.Tensor, ...]
-    writes: tuple[torch.Tensor, ...]
-
-
 class InFlight:
     """The collectives of one rank between start and wait. Owned by a Mesh, shared by its axes.
 
@@ -38,7 +29,8 @@ class InFlight:
     def __init__(self, checks: bool = True) -> None:
         """`checks` False: record and refuse nothing."""
         self._checks = checks
-        self._claims: dict[int, Claim] = {}
+        # name, inputs and outputs of each; holding the tensors prevents the reuse of their memory
+        self._claims: dict[int, tuple[str, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = {}
         self._next = 0
 
     def add(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> int:
@@ -46,7 +38,7 @@ class InFlight:
         self._next += 1
         if self._checks:
             self.check(name, reads=reads, writes=writes)
-            self._claims[self._next] = Claim(name, tuple(reads), tuple(writes))
+            self._claims[self._next] = name, tuple(reads), tuple(writes)
         return self._next
 
     def remove(self, number: int) -> None:
@@ -62,10 +54,10 @@ class InFlight:
         if not self._claims:
             return
         reading, writing = [*map(addresses, reads)], [*map(addresses, writes)]
-        for claim in self._claims.values():
-            self._refuse(f"{action} would write", writing, f"{claim.name}, in flight, reads", claim.reads)
-            self._refuse(f"{action} would write", writing, f"{claim.name}, in flight, writes", claim.writes)
-            self._refuse(f"{action} would read", reading, f"{claim.name}, in flight, writes", claim.writes)
+        for name, inputs, outputs in self._claims.values():
+            self._refuse(f"{action} would write", writing, f"{name}, in flight, reads", inputs)
+            self._refuse(f"{action} would write", writing, f"{name}, in flight, writes", outputs)
+            self._refuse(f"{action} would read", reading, f"{name}, in flight, writes", outputs)
 
     def _refuse(self, ours: str, mine: Sequence[range], theirs: str, tensors: Sequence[torch.Tensor]) -> None:
         for x in tensors:

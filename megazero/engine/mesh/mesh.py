@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,28 +76,23 @@ class Mesh:
             in_flight = InFlight(check_buffers)
             maker = GroupMaker(device, timeout)
             everyone = list(range(layout.world_size))
+            make = functools.partial(Axis, rank=rank, in_flight=in_flight, hosts=hosts)
             # Before the splits, because some versions of torch count splits on members alone, and would hang here.
-            gloo = (
-                dist.new_group(backend="gloo", timeout=timeout) if len(everyone) > 1 and device.type != "cpu" else None
-            )
+            gloo = None
+            if peers and device.type != "cpu":
+                gloo = dist.new_group(backend="gloo", timeout=timeout)
             axes = {"embedding": Axis("embedding", [rank], rank)}  # in a middle stage: this rank alone
             for name in URGENT + tuple(name for name in (*AXES, *SUB_AXES) if name not in URGENT):
                 group = maker.of_axis(layout.groups(name), name, urgent=name in URGENT)
                 for ranks in layout.groups(name):
                     if rank in ranks:
-                        axes[name] = Axis(
-                            name=name, ranks=ranks, rank=rank, group=group, in_flight=in_flight, hosts=hosts
-                        )
+                        axes[name] = make(name, ranks, group=group)
             if device.type != "cpu":
                 make_links(layout, axes["pp"], maker)
-            world = dist.group.WORLD if len(everyone) > 1 else None
-            axes["host"] = axes["world"] = Axis(
-                name="world", ranks=everyone, rank=rank, group=world, in_flight=in_flight, hosts=hosts
-            )
+            world = dist.group.WORLD if peers else None
+            axes["host"] = axes["world"] = make("world", everyone, group=world)
             if gloo is not None:
-                axes["host"] = Axis(
-                    name="host", ranks=everyone, rank=rank, group=gloo, in_flight=in_flight, hosts=hosts
-                )
+                axes["host"] = make("host", everyone, group=gloo)
             mesh = cls(layout, rank, device, in_flight=in_flight, **axes)
             mesh.connect()
             return mesh

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megazero.engine.memory.upload import upload
+from megazero.engine.memory.copies import upload
 from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.context import Ahead, DeviceBatch, MicroBatchInfo, ResidualStream

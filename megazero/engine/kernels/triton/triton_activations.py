@@ -12,9 +12,8 @@ import triton.language as tl
 from megazero.engine.kernels.eager import GELU_A, GELU_B
 from megazero.engine.kernels.triton.triton_options import block_options
 
-PROGRAMS = (
-    1024  # programs of GELU's gradient, over rows and columns; constant, so that every GPU sums in the same order
-)
+# programs of GELU's gradient, over rows and columns; constant, so that every GPU sums in the same order
+PROGRAMS = 1024
 GELU_BLOCK, SWIGLU_BLOCK = 1024, 2048  # columns of a program
 MOST_COLUMNS = 1 << 29  # columns of SwiGLU's result: the column numbers of both halves stay below 2^31
 

@@ -60,9 +60,8 @@ def _grad(
     log_sum = tl.load(log_sums + row)
     scale = tl.load(scales + row) * factor
     label = tl.load(labels + row)
-    label = tl.where(label < num_columns, label, -1).to(
-        tl.int32
-    )  # another rank's label may be the number of a column of padding
+    # another rank's label may be the number of a column of padding
+    label = tl.where(label < num_columns, label, -1).to(tl.int32)
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)
         value = tl.load(logits + start + column, mask=column < width, other=0.0)

@@ -106,7 +106,7 @@ def test_weight_gradients_do_not_depend_on_chance(monkeypatch: pytest.MonkeyPatc
     rstd = torch.ones(5, 1, device=DEVICE)
     x = torch.tensor([1e8, 1.0, 1.0, 2.0, -1e8], device=DEVICE)[:, None].expand(5, 16).contiguous()
     ones = torch.ones(5, 16, device=DEVICE)
-    _, dweight = TRITON.rms_norm_grad(ones, x, ones[0], rstd)
+    _, dweight = TRITON.rms_norm_grad(ones, x, ones[0], rstd, None)
     assert dweight.tolist() == [3.0] * 16  # (1e8 + 1 - 1e8) + (1 + 2), the first 1 lost in fp32
 
 
@@ -148,7 +148,7 @@ def test_wide_norms_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(2, 8), torch.ones(8)
     y, rstd = TRITON.rms_norm(x, weight, 1e-5)
     assert torch.equal(y, EAGER.rms_norm(x, weight, 1e-5)[0])
-    found, wanted = (k.rms_norm_grad(y, x, weight, rstd) for k in (TRITON, EAGER))
+    found, wanted = (k.rms_norm_grad(y, x, weight, rstd, None) for k in (TRITON, EAGER))
     assert all(map(torch.equal, found, wanted))
 
 
