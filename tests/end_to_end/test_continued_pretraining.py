@@ -86,7 +86,7 @@ def loss_of_theirs(folder: Path, corpus: Path, first: int = 0) -> float:
     [
         pytest.param("llama", "tp 2", marks=pytest.mark.slow),  # in the next test too
         pytest.param("qwen3", "pp 2", marks=pytest.mark.slow),
-        ("gpt2", "zero 3"),
+        pytest.param("gpt2", "zero 3", marks=pytest.mark.second),
         pytest.param("gpt2", "tp 2", marks=pytest.mark.slow),
         pytest.param("llama", "zero 3", marks=pytest.mark.slow),
         ("qwen2_moe", "ep 2"),

@@ -24,6 +24,7 @@ from megazero.interop.huggingface.families import family_of
 from megazero.run.run_state import RunState, run_tokenizer
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import write_tokenizer
+from tests.helpers.rings import by_default
 from tests.helpers.rounding import model_tolerance
 from tests.reference_run import read_checkpoint, write_corpus
 
@@ -59,7 +60,7 @@ def trained(data, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], t
     return train
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=by_default(KINDS, 0))
 def run(request: pytest.FixtureRequest, trained) -> tuple[Path, list[object]]:
     return trained(request.param)
 

@@ -132,7 +132,7 @@ def test_a_batch_that_misses_a_border_is_refused(folder: Path) -> None:
     [
         (2, [], 1),
         pytest.param(3, ["--pipeline-model-parallel-size", 2], 2, marks=pytest.mark.second),
-        (5, ["--zero-stage", 3], 2),
+        pytest.param(5, ["--zero-stage", 3], 2, marks=pytest.mark.second),
         pytest.param(7, ["--context-parallel-size", 2], 2, marks=pytest.mark.second),
     ],
 )

@@ -7,17 +7,22 @@ generated from both, always the same ones; `python -m tests.parallel.matrix` pri
 from __future__ import annotations
 
 import inspect
+import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megazero.engine.plan.schedule.schedules import SCHEDULES
 from tests.helpers.families import dense
 from tests.parallel.cases import MODEL, RESETS, Case
 
 Choice = dict[str, Any]  # factor -> level
+Flags = NDArray[np.bool_]
 
 # Families that have, together, every part and option of a family; tests/parallel/test_families.py has all families.
 COMBINED = ("qwen3", "olmo3", "gemma2", "gpt-neox", "deepseek-v3", "gpt-oss")
@@ -357,8 +362,8 @@ def name_of(choice: Choice) -> str:
 class Matrix:
     """Cases in which every legal pair of levels of two factors meets.
 
-    Levels are numbered, and a set of levels is an integer with their bits. `partners[i]`: the levels that legally meet
-    level i; `missing[i]`: those that it has not met yet.
+    Levels are numbered, factor by factor. `partners` [level, level]: the pairs that may meet; `missing`: those that
+    have not yet.
     """
 
     def __init__(self, factors: Factors, dear: tuple[str, ...] = ()) -> None:
@@ -367,93 +372,96 @@ class Matrix:
         self.draw = random.Random(0)
         self.levels = [(name, level) for name in factors for level in factors[name]]
         self.number = {key: i for i, key in enumerate(self.levels)}
-        self.numbers = {name: [self.number[name, level] for level in factors[name]] for name in factors}
+        ends = [*itertools.accumulate(map(len, factors.values()), initial=0)]
+        self.parts = dict(zip(factors, map(slice, ends, ends[1:]), strict=False))
         self.rules = {
             name: [r for r in RULES if name in r.factors and set(r.factors) <= set(factors)] for name in factors
         }
-        self.states = list(self._states())
-        self.partners = self._unions(mask for _, mask in self.states)
-        self.missing = list(self.partners)
+        states = self._states()
+        self.ranks = np.array([choice["pp"] * choice["dp"] * choice["cp"] * choice["tp"] for choice in states])
+        self.legal = np.concatenate([self._legal(name, states) for name in factors], axis=1)
+        self.partners = self._together(self.legal)
+        self.missing = self.partners.copy()
 
-    def _states(self) -> Iterator[tuple[int, int]]:
-        """Every legal choice of the shared factors: its number of ranks, and the levels that go with it."""
+    def _states(self) -> list[Choice]:
+        """Return every legal choice of the shared factors."""
         shared = [name for name in self.factors if name in SHARED]
-        others = [name for name in self.factors if name not in SHARED]
         chosen: list[Choice] = [{}]
         for name in shared:
             ready = [r for r in self.rules[name] if set(r.factors) <= set(shared[: shared.index(name) + 1])]
             wider = (choice | {name: level} for choice in chosen for level in self.factors[name])
             chosen = [choice for choice in wider if all(rule.allows(choice) for rule in ready)]
-        needed = {name: tuple({f for rule in self.rules[name] for f in rule.factors} - {name}) for name in others}
-        legal: dict[tuple[str, tuple[Any, ...]], int] = {}
-        for choice in chosen:
-            mask = sum(1 << self.number[item] for item in choice.items())
-            for name in others:
-                known = name, tuple(choice[factor] for factor in needed[name])
-                if known not in legal:
-                    levels = (choice | {name: level} for level in self.factors[name])
-                    fits = (c for c in levels if all(rule.allows(c) for rule in self.rules[name]))
-                    legal[known] = sum(1 << self.number[name, c[name]] for c in fits)
-                mask |= legal[known]
-            yield choice["pp"] * choice["dp"] * choice["cp"] * choice["tp"], mask
+        return chosen
 
-    def _unions(self, masks: Iterable[int]) -> list[int]:
-        """Return, per level, the levels that are in one of the masks with it, other levels of its factor left out."""
-        found = [0] * len(self.levels)
-        for mask in masks:
-            for i in range(len(found)):
-                if mask >> i & 1:
-                    found[i] |= mask
-        own = {name: sum(1 << i for i in numbers) for name, numbers in self.numbers.items()}
-        return [mask & ~own[name] for mask, (name, _) in zip(found, self.levels, strict=True)]
+    def _legal(self, name: str, states: list[Choice]) -> Flags:
+        """Return [state, level]: does the level of this factor go with the state?"""
+        levels = self.factors[name]
+        if name in SHARED:
+            return np.array([[choice[name] == level for level in levels] for choice in states])
+        needed = sorted({factor for rule in self.rules[name] for factor in rule.factors} - {name})
+        keys = [tuple([choice[factor] for factor in needed]) for choice in states]
+        fits = {
+            key: [all(rule.allows(choice | {name: level}) for rule in self.rules[name]) for level in levels]
+            for key, choice in dict(zip(keys, states, strict=True)).items()
+        }
+        return np.array([fits[key] for key in keys])
 
-    def reach(self, max_world: int) -> list[int]:
+    def _together(self, legal: Flags) -> Flags:
+        """Return [level, level]: are both in one of the states `legal` [state, level], and of two factors?"""
+        found = np.stack([legal[legal[:, i]].any(axis=0) for i in range(len(self.levels))])
+        for part in self.parts.values():
+            found[part, part] = False
+        return found
+
+    def reach(self, max_world: int) -> Flags:
         """Pairs that can meet on up to `max_world` ranks."""
-        return self._unions(mask for ranks, mask in self.states if ranks <= max_world)
+        return self._together(self.legal[self.ranks <= max_world])
 
     def cover(self, max_world: int, dear: bool = False) -> Iterator[Choice]:
         """Choices on up to `max_world` ranks until all pairs that can meet there have; most new pairs first."""
-        masks = [mask for ranks, mask in self.states if ranks <= max_world]
-        if not dear:
-            masks = [mask & ~sum(1 << i for name in self.dear for i in self.numbers[name][1:]) for mask in masks]
-        reach = self._unions(masks)
-        while wanted := [i for i, mask in enumerate(self.missing) if mask & reach[i]]:
-            best, most = 0, 0
-            for i in wanted[:: 1 + len(wanted) // BEGINNINGS]:  # the best of several beginnings is taken
-                pair = 1 << i | (self.missing[i] & reach[i]) & -(self.missing[i] & reach[i])
-                fits = [mask for mask in masks if mask & pair == pair]
-                for mask in self.draw.sample(fits, min(TRIES, len(fits))):
-                    case, gain = self._best_of(mask, pair)
-                    if gain > most:
-                        best, most = case, gain
-            assert most
-            choice = dict(level for i, level in enumerate(self.levels) if best >> i & 1)
+        legal = self.legal[self.ranks <= max_world]
+        for name in () if dear else self.dear:
+            legal[:, self.parts[name]][:, 1:] = False
+        reach = self._together(legal)
+        while (wanted := (self.missing & reach).any(axis=1).nonzero()[0]).size:
+            pairs, states = [], []
+            for i in wanted[:: 1 + wanted.size // BEGINNINGS]:  # the best of several beginnings is taken
+                j = (self.missing[i] & reach[i]).argmax()
+                fits = (legal[:, i] & legal[:, j]).nonzero()[0].tolist()
+                states += self.draw.sample(fits, min(TRIES, len(fits)))
+                pairs += [(i, j)] * (len(states) - len(pairs))
+            choice = dict(itertools.compress(self.levels, self._best(legal[states], np.array(pairs))))
             self.meet(choice)
             yield choice
 
-    def _best_of(self, mask: int, pair: int) -> tuple[int, int]:
-        """One level of each factor, and how many new pairs that makes; `pair` first, the less plain one of equals."""
-        case, total = pair, 0
-        for numbers in self.numbers.values():
-            free = [i for i in numbers if pair >> i & 1] or [i for i in reversed(numbers) if mask >> i & 1]
-            gains = [(self.missing[i] & case).bit_count() for i in free]
-            case |= 1 << free[gains.index(max(gains))]
-        for i in range(len(self.levels)):
-            if case >> i & 1:
-                total += (self.missing[i] & case).bit_count()
-        return case, total // 2
+    def _best(self, legal: Flags, pairs: np.ndarray) -> Flags:
+        """Return the levels of the choice with most new pairs, a choice for each of several states and pairs.
+
+        Each factor in turn takes the level with most new pairs, the less plain one of equals.
+
+        Args:
+            legal: [case, level]
+            pairs: [case, 2] numbers of levels that the case has.
+        """
+        cases, missing = np.zeros(legal.shape, dtype=np.int16), self.missing.astype(np.int16)
+        rows = np.arange(len(cases))
+        cases[rows, pairs[:, 0]] = cases[rows, pairs[:, 1]] = 1
+        for part in self.parts.values():
+            chosen = cases[:, part].any(axis=1, keepdims=True)
+            free = np.where(chosen, cases[:, part], legal[:, part])
+            gains = np.where(free, cases @ missing[:, part], -1)
+            cases[rows, part.stop - 1 - gains[:, ::-1].argmax(axis=1)] = 1
+        return cases[(cases @ missing * cases).sum(axis=1).argmax()].astype(bool)
 
     def meet(self, choice: Choice) -> None:
         """Take note that the levels of a choice have met."""
         numbers = [self.number[item] for item in choice.items()]
-        met = sum(1 << i for i in numbers)
-        for i in numbers:
-            self.missing[i] &= ~met
+        self.missing[np.ix_(numbers, numbers)] = False
 
 
-def count(pairs: list[int]) -> int:
+def count(pairs: Flags) -> int:
     """Pairs of levels in `partners` or `missing`, each of which occurs twice."""
-    return sum(mask.bit_count() for mask in pairs) // 2
+    return int(pairs.sum()) // 2
 
 
 # Besides the generated cases: three kinds of parallelism at once, as users run them.
@@ -592,7 +600,7 @@ def main() -> None:
     print(f"Not by default, on up to {MAX_WORLD} ranks:")
     words = [f"{name}={level}" for name, level in matrix.levels]
     for i, word in enumerate(words):
-        others = [words[j] for j in range(i + 1, len(words)) if missing[i] >> j & 1]
+        others = [words[j] for j in range(i + 1, len(words)) if missing[i, j]]
         if others:
             print(f"  {word} with {', '.join(others)}")
     print("Never, because")

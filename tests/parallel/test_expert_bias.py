@@ -137,6 +137,7 @@ def test_biases_balance_the_experts_of_skewed_data(ranks) -> None:
     assert max(found[-4:]) < 1.2 and min(without[-4:]) > 1.4
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("case", by_default(LAYOUTS, len(LAYOUTS) - 1), ids=str)
 def test_every_layout_has_the_same_biases(case: Case, alone: Found, ranks) -> None:
     for found in ranks(case.world).run(train, case):

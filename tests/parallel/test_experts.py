@@ -76,7 +76,7 @@ CASES = {
 }
 
 
-BY_DEFAULT = ("one rank", "drops, all", "tp", "dp 3", "more experts than choices", "ep x etp")
+BY_DEFAULT = ("one rank", "dp 3", "more experts than choices", "ep x etp")
 
 
 @pytest.mark.parametrize(

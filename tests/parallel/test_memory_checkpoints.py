@@ -44,6 +44,7 @@ from megazero.units import size
 from megazero.world import Node, this_node
 from tests.helpers.chains import LAYOUTS, Curve, configured, deviation, make_corpus
 from tests.helpers.ranks import RankError
+from tests.helpers.rings import by_default
 from tests.parallel.runs import configured as small
 from tests.parallel.runs import names, quietly, run_of, write_corpus
 
@@ -167,7 +168,7 @@ def runs(ranks: Any, tmp_path: Path) -> Runs:
 # -- loaded from memory
 
 
-@pytest.mark.parametrize(("nodes", "words"), [("aa", "1 node"), ("ab", "2 nodes")])
+@pytest.mark.parametrize(("nodes", "words"), by_default([("aa", "1 node"), ("ab", "2 nodes")], 1))
 def test_the_same_layout_goes_on_to_the_bit(runs: Runs, nodes: str, words: str) -> None:
     """Killed after iteration 7: 6 is in memory, 5 on the disk."""
     wanted = runs.whole("dp2 zero1", 8, "fp32")

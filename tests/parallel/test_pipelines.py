@@ -172,6 +172,7 @@ def losses_after_loading(cases: list[Case], folder: Path, ranks: Any) -> tuple[l
 ONE_GROUP = replace(MODEL, num_layers=2, architecture="llama", num_query_groups=1, untie_embeddings=True)
 
 
+@pytest.mark.second
 def test_any_layout_of_a_llama_loads_what_another_saved(tmp_path: Path, ranks) -> None:
     """Its one group of keys and values is replicated over tp, whose ranks all own it."""
     cases = [fp64(Case(model=ONE_GROUP, **how)) for how in ({"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2})]

@@ -108,7 +108,7 @@ HALF = replace(EXPERTS, moe_expert_capacity_factor=0.5)
         pytest.param(
             Case(model=EXPERTS, precision="bf16", recompute="full"), 0, marks=SECOND
         ),  # the grouped kernel reads sizes on the GPU
-        (Case(model=HALF, precision="bf16", recompute="full"), 1),  # the number of rows
+        pytest.param(Case(model=HALF, precision="bf16", recompute="full"), 1, marks=SECOND),  # the number of rows
         pytest.param(Case(model=HALF, precision="bf16", dp=2, ep=2), 1, marks=SECOND),
         (Case(model=EXPERTS, precision="bf16", dp=2, ep=2, zero=3), 1),  # an exchange needs them on the host
         pytest.param(
@@ -299,6 +299,7 @@ def test_members_of_a_communicator_that_differ_are_found(case: Case, fault: Faul
 WIDE = replace(SMALL, hidden_size=96, kv_channels=32)  # rows of most matrices are whole blocks
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     "case",
     by_default(

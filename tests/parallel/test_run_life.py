@@ -230,7 +230,9 @@ def signalled(rank: int, config: Config, numbers: list[int], at: int) -> tuple[i
         return run.trainer.progress.iteration, stop
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGUSR1], [signal.SIGTERM, signal.SIGTERM], [signal.SIGINT]], ids=str)
+@pytest.mark.parametrize(
+    "numbers", by_default([[signal.SIGUSR1], [signal.SIGTERM, signal.SIGTERM], [signal.SIGINT]], 1), ids=str
+)
 def test_a_signal_to_one_rank_stops_all_after_the_step(
     ranks: Any, corpus: str, tmp_path: Path, numbers: list[int]
 ) -> None:

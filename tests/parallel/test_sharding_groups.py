@@ -68,7 +68,9 @@ def case_of(zero: int, dp: int = 4, **changes: object) -> Case:
     return Case(dp=dp, zero=zero, precision="fp64", options=(("zero_shard_size", 2),), **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize(
+    "zero", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.second), 3]
+)
 def test_units_in_several_groups_are_the_same_model(zero: int, ranks) -> None:
     case = case_of(zero, micro_batches=3)
     losses, norms = expected(case)

@@ -58,7 +58,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", by_default(CASES, 1, 4, 10, 13), ids=str)
+@pytest.mark.parametrize("case", by_default(CASES, 1, 13), ids=str)
 def test_every_layout_rounds_moments_alike(case: Case, ranks) -> None:
     """Losses are those of plain PyTorch with moments that numpy rounds."""
     losses, norms = expected(case)

@@ -38,6 +38,7 @@ def case_of(dp: int, zero: int, **changes: object) -> Case:
     return Case(dp=dp, zero=zero, micro_batches=12 // dp // 2, precision="fp64", **changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.second
 def test_lion_is_the_same_in_every_layout(ranks) -> None:
     """Over three ranks as on one; its bytes are the estimate's; all who count states count its one."""
     one, three = case_of(1, 0, optimizer="lion"), case_of(3, 3, optimizer="lion")

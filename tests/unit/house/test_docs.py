@@ -5,6 +5,8 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from megazero.flags.flag_names import flags
 from megazero.flags.foreign.flag_table import find_entry, retired
 from megazero.flags.foreign.translate import OWN_WORDS
@@ -70,6 +72,7 @@ def test_every_feature_has_a_flag_and_a_test() -> None:
         assert list((ROOT / "tests").rglob(file)), f"{feature}: {file}"
 
 
+@pytest.mark.second
 def test_the_plan_of_its_page_is_printed(tmp_path: Path) -> None:
     command, shown = re.search(
         r"```\nmegazero plan ([^`]*)\n```\n```\n([^`]*)```", (DOCS / "plan.md").read_text()

@@ -243,6 +243,7 @@ def test_a_configuration_goes_there_and_back(name: str) -> None:
 WITHOUT_DEFAULTS = ("ministral", "deepseek_v2")  # the default configurations lack head_dim, and num_experts_per_tok
 
 
+@pytest.mark.second
 @for_each("model_type", [name for name in MODELS if name not in WITHOUT_DEFAULTS])
 def test_transformers_defaults_are_a_model_of_ours(model_type: str) -> None:
     """Both have the same number of parameters, at the default sizes."""

@@ -80,6 +80,7 @@ EXPERTS = (
 )
 
 
+@pytest.mark.second
 @for_each("recompute", ["none", "selective", "full"])
 @for_each("ep", [1, 2, 4])
 @for_each("etp", [1, 2])

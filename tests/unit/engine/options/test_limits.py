@@ -27,7 +27,7 @@ from megazero.planner.bytes.capacity import check_memory
 from tests.helpers.programs import warm
 from tests.helpers.table import for_each
 
-MAX_LINES = 40_000_000  # an estimate takes up to 10,000,000 (4096 layers, no cache filled); a loop over a billion candidates never ends
+MAX_LINES = 40_000_000  # an estimate of 4096 layers takes 10,000,000; a loop over a billion candidates never ends
 HOST = Machine(range(1), "cpu", None, Available(8 << 30, "of host memory"))
 NUMBERS = {
     int: ["0", "-1", "7", "1000000007", "1000000000001", "9" * 4000],

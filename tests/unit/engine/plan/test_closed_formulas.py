@@ -375,6 +375,7 @@ def shares_copy(layout: Layout, rank: int, stage: int) -> bool:
     return (coord.pp, coord.tp) == (stage, 0) and layout.data_rank(coord) < layout.shard
 
 
+@pytest.mark.second
 @pytest.mark.long
 def test_what_nccl_and_a_gpu_take_instead() -> None:
     """On gloo a reduce-scatter needs scratch for messages of the others, on NCCL as large as its result. Copies to the
@@ -411,6 +412,7 @@ def test_the_peak_of_a_single_process() -> None:
     assert memory["peak"] == 16 * closed.psi + 4 * 2 * 32 * 320
 
 
+@pytest.mark.second
 @pytest.mark.long
 @for_each("needs_staging_buffer", [True, False])
 def test_the_peak_lies_between_its_bounds(needs_staging_buffer: bool) -> None:
