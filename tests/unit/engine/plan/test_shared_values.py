@@ -352,13 +352,13 @@ def test_a_rank_as_its_programs_see_it() -> None:
     )
     layout = Layout(pp=4, dp=4, tp=2, shards=2, chunks=2, split=(1, 1, 1, 1, 1, 1, 1, 1))
     spec = rank_spec(config, layout, 3, declare)
-    assert (spec.rank, spec.ranks, spec.overlap, spec.recompute) == (3, 4, False, True)
+    assert (spec.pipeline.rank, spec.pipeline.ranks, spec.overlap, spec.recompute) == (3, 4, False, True)
     assert (spec.partitioned, spec.on_host, spec.arena) == (True, True, True)
-    assert (spec.tied, spec.backlog, spec.v_shaped) == ("token_embedding", 3, False)
+    assert (spec.tied, spec.pipeline.backlog, spec.pipeline.v_shaped) == ("token_embedding", 3, False)
     policy = ZeroPolicy(True, True, True, gathers_once=True)
     assert spec.groups == {"dense": ShardingGroup(policy, "shard", 2, "replica", 2)}
     assert (
-        spec.costs
+        spec.pipeline.costs
         == pass_costs(declare(config.model), config.activations)
         != pass_costs(declare(config.model), ActivationConfig())
     )
@@ -389,4 +389,4 @@ def test_a_rank_as_its_programs_see_it() -> None:
         declare,
     )
     assert (plain.overlap, plain.recompute, plain.partitioned, plain.on_host, plain.arena) == (True, *[False] * 4)
-    assert (plain.tied, plain.backlog) == (None, None)
+    assert (plain.tied, plain.pipeline.backlog) == (None, None)
