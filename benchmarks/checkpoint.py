@@ -31,10 +31,10 @@ import torch.multiprocessing
 from benchmarks.measure import interval
 from megazero import checkpoint
 from megazero.checkpoint import manifest, planning, storage
+from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.shared_outcome import message_of, value_of_message
 from megazero.command.rehearsal.rehearsed_save import pretended_shards
 from megazero.engine.model.stage import declare
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
 from megazero.planner.layouts import layout_words

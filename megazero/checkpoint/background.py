@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megazero.checkpoint.shards import LocalShard
 from megazero.engine.memory.tracker import Allocation, MemoryTracker
 from megazero.engine.mesh.messages import Group
-from megazero.engine.zero.shards import LocalShard
 
 # A rank waits at least this long for the slowest rank's write.
 LEAST_TIMEOUT_MINUTES = 60.0

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megazero import checkpoint
+from megazero.checkpoint.shards import LocalShard
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.engine.mesh.mesh import Mesh
@@ -22,7 +23,6 @@ from megazero.engine.options.schema import (
     ParallelConfig,
     TrainingConfig,
 )
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.resolve import resolve
 from megazero.log import log_as
 from megazero.run.inputs import open_data

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megazero.checkpoint.engine_state import EngineState
 from megazero.checkpoint.streaming import TensorReader
 from megazero.data.remembered import data_tokenizer
 from megazero.engine.mesh.mesh import Mesh
@@ -37,7 +38,7 @@ def exchanged(rank: int, case: Case) -> tuple[float, float]:
     engine.wait()
 
     def numbers() -> dict[str, torch.Tensor]:
-        return {name: shard.data.clone() for name, shard in engine.shards().items()}
+        return {name: shard.data.clone() for name, shard in EngineState(engine).shards().items()}
 
     before, batches = numbers(), micro_batches(case, engine.mesh, 0)
     loss, _ = engine.evaluate(batches)

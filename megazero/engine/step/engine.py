@@ -7,8 +7,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -21,7 +20,6 @@ from megazero.engine.optim.step import StepParams
 from megazero.engine.options.batch_sizes import micro_batches
 from megazero.engine.options.schema import Config, DataConfig
 from megazero.engine.plan.layout.dealing import rank_tokens
-from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.plan.schedule.schedules import EVALUATION
@@ -31,8 +29,6 @@ from megazero.engine.step.interpreter import ActivationSpec, Compute, Interprete
 from megazero.engine.step.optimization import LossScale, clip_factor, learning_rate
 from megazero.engine.step.results import Computed, StepResult
 from megazero.engine.zero.flat_unit import ZeroOptions
-from megazero.engine.zero.optimizer_shard import state_name
-from megazero.engine.zero.shards import LocalShard
 from megazero.engine.zero.zero import Zero
 
 Explain = Callable[[Exception, "Engine", Program], str]
@@ -390,37 +386,3 @@ class Engine:
             of_corpora = sum_by_corpus(found[0], uploaded.corpora, self.num_corpora)
             sums = torch.cat([of_corpora, found[1:].sum(1)])
         return self.mesh.control_sum(sums, self.mesh.data, self.mesh.pp)
-
-    # -- state
-
-    def shards(self) -> dict[str, LocalShard]:
-        """Return this rank's master weights, as `model.NAME`, and optimizer states, under global names.
-
-        A checkpoint reads them, or fills them before `load_state_dict`. They are the engine's own tensors, or copies in
-        host memory of numbers in a small form.
-        """
-        found = {}
-        for part, states in self.zero.owned_states():
-            for state, data in states.items():
-                found[state_name(state, part.weight.spec.name)] = LocalShard.of(
-                    part.weight.spec, part.weight.block, Range(part.start, part.stop), data
-                )
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of a checkpoint besides `shards`, the same on all ranks."""
-        scale = asdict(self.scale) if self.scale else None
-        biases = self.routers.state_dict(self.mesh)
-        return {"updates": self.updates, "loss_scale": scale, "expert_biases": biases, "averages": self.averages}
-
-    def load_state_dict(self, state: dict[str, Any], shards: Mapping[str, LocalShard]) -> None:
-        """Resume from a checkpoint whose tensors have been read into `shards`. All ranks call this."""
-        self.wait()
-        self.zero.load_states({name: shard.data for name, shard in shards.items()}, state["updates"])
-        self.zero.sync_params()
-        self.updates = state["updates"]
-        self.averages = state["averages"]
-        self.routers.load_state_dict(state["expert_biases"])
-        if self.scale and state["loss_scale"]:
-            known = state["loss_scale"]
-            self.scale = replace(self.scale, **{key: known[key] for key in ("value", "left", "good")})

@@ -19,7 +19,7 @@ there, and FetchWeights copies the weights of the owned range back, in every sta
 The classes here own memory and start collectives; the program (`engine.plan.program`) determines when.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -28,7 +28,7 @@ from megazero.engine.mesh.collectives import Pending
 from megazero.engine.model.layers.weight import GradWriter, Weight
 from megazero.engine.plan.layout.zero_policy import ShardingGroup, plan_buckets
 from megazero.engine.plan.program.rank_spec import RankSpec
-from megazero.engine.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
+from megazero.engine.zero.flat_unit import FlatUnit, ZeroOptions
 from megazero.engine.zero.gradients import UnitGradients
 from megazero.engine.zero.home import Home
 from megazero.engine.zero.host_buffer import HostBuffer
@@ -185,18 +185,3 @@ class Zero:
         self.queue = None
         for unit in self.units.values():
             unit.gradients.discard()
-
-    def owned_states(self) -> Iterator[tuple[OwnedPart, dict[str, torch.Tensor]]]:
-        """Yield every part that this rank owns, with its tensors in a checkpoint, by name: master weights and moments.
-
-        Tensors that the optimizer keeps in another form are copies in host memory.
-        """
-        for unit in self.units.values():
-            for part in unit.flat.owned_parts():
-                yield part, unit.at_rest.saved(part)
-
-    def load_states(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
-        """Take over the numbers of tensors that `owned_states` yields. updates: so far, of the run."""
-        for unit in self.units.values():
-            for part in unit.flat.owned_parts():
-                unit.at_rest.load(part, tensors, updates)

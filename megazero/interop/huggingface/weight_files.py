@@ -9,8 +9,8 @@ import torch
 
 from megazero.checkpoint.regions import Region, intersection
 from megazero.checkpoint.shard_regions import owned_regions, views_of
+from megazero.checkpoint.shards import LocalShard
 from megazero.engine.options.schema import ModelConfig
-from megazero.engine.zero.shards import LocalShard
 from megazero.files import read_json_object
 from megazero.flags.flag_names import as_flag
 from megazero.interop.huggingface.configuration import CONFIG, architecture_of

@@ -9,8 +9,8 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint import verify
+from megazero.checkpoint.shards import LocalShard
 from megazero.engine.options.schema import ModelConfig
-from megazero.engine.zero.shards import LocalShard
 from megazero.run.run_state import RunState
 from tests.helpers.programs import warm
 from tests.helpers.table import for_each

@@ -11,8 +11,8 @@ import torch
 
 import pretrain_gpt
 from megazero import checkpoint
+from megazero.checkpoint.shards import LocalShard
 from megazero.engine.options.schema import Config, ModelConfig
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.cli import Command, parse, read
 from megazero.flags.flag_names import flags
 from megazero.interop.huggingface.model_flags import find_model

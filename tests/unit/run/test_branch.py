@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megazero import checkpoint
+from megazero.checkpoint.shards import LocalShard
 from megazero.engine.options.schema import Config, ModelConfig
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.cli import read
 from megazero.flags.validate import check_values
 from megazero.run.resume import find_checkpoint

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megazero import checkpoint
+from megazero.checkpoint.shards import LocalShard
 from megazero.cluster import agent_notes, scheduler
 from megazero.engine.options.schema import CheckpointConfig, Config, EvaluationConfig, PlanConfig
-from megazero.engine.zero.shards import LocalShard
 from megazero.log import log
 from megazero.run.stopping import (
     SIGNALS,

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megazero.checkpoint.engine_state import EngineState
 from megazero.engine.memory import COPY_DEPTH
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.context import kept_bytes
@@ -114,7 +115,7 @@ def test_initial_values_are_those_of_the_papers(architecture: str) -> None:
     # Matrices and tables decay.
     assert {name for name, spec in named.items() if spec.decays} == set(DRAWN[architecture])
     engine = Engine(Case(model=model).config(), Mesh.build(Layout(), 0, torch.device("cpu")))
-    for name, shard in engine.shards().items():
+    for name, shard in EngineState(engine).shards().items():
         if name.startswith("model."):
             short = name.removeprefix("model.")
             key = short.split(".", 2)[2] if short.startswith("blocks.") else short
