@@ -14,6 +14,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
 from megazero.generation.generate import NewTokens
 from megazero.generation.model import InferenceModel
+from megazero.run.text_samples import next_logits
 from tests.helpers import chains
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine
@@ -188,13 +189,13 @@ def test_evaluation_and_generation_use_the_biases(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, STOP, EngineState(engine).shards(), EngineState(engine).numbers(), None)
     [batch] = micro_batches(ONE._replace(batch=2), engine.mesh, 7)
     places = [10, 6]
-    wanted, loss = engine.next_logits(batch, places), engine.evaluate([batch])[0]
+    wanted, loss = next_logits(engine, batch, places), engine.evaluate([batch])[0]
     inference = InferenceModel(path, EXPERTS, Mesh.build(Layout(), 0, torch.device("cpu")), "fp64")
     new = [NewTokens(row[: place + 1], 0) for row, place in zip(batch.ids.tolist(), places, strict=True)]
     found = inference.logits(new, inference.new_cache(2, 11))
     assert found is not None and wanted is not None
     assert (found - wanted).abs().max() < TOLERANCE
     engine.routers.load_state_dict({})
-    unbiased = engine.next_logits(batch, places)
+    unbiased = next_logits(engine, batch, places)
     assert unbiased is not None and (unbiased - wanted).abs().max() > 1e-3
     assert abs(engine.evaluate([batch])[0] - loss) > 1e-3
