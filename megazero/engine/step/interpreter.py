@@ -278,15 +278,8 @@ class Interpreter:
     # -- weights
 
     def _gather(self, op: ops.Gather) -> Pending:
-        unit = self.units[op.unit]
         self.gathered.add(op.unit)
-        gather = unit.weights.start_all_gather(self.zero.arena.data, op.offset)
-
-        def received() -> None:
-            gather.wait()
-            unit.weights.point_at_gathered()
-
-        return Pending(then=received)
+        return self.units[op.unit].weights.start_all_gather(self.zero.arena, op.offset)
 
     def _release(self, op: ops.Release) -> None:
         self.gathered.discard(op.unit)

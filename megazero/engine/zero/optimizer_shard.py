@@ -6,6 +6,7 @@ import torch
 
 from megazero.engine.kernels.noise import Noise, NoisePiece
 from megazero.engine.mesh.collectives import Pending
+from megazero.engine.model.layers.context import DTYPES
 from megazero.engine.optim.muon import OwnedMatrices
 from megazero.engine.optim.small import Kept, SplitMaster, Wide, carve, kept, round_away
 from megazero.engine.optim.step import StepParams
@@ -146,7 +147,8 @@ class OptimizerShard:
         master, states = self.master.read(at), tuple(state.read(within) for state in part.states)
         arguments = master, gradient, states, self.unit.decayed.within(piece).numel
         if part.rule.whole_matrices:
-            MATRIX_UPDATES[part.rule.name](params, *arguments, part.matrices, self.options.product_dtype)
+            products = DTYPES[self.options.config.training.product_precision]
+            MATRIX_UPDATES[part.rule.name](params, *arguments, part.matrices, products)
         else:
             UPDATES[part.rule.name](params, *arguments)
         if part.average is not None and params.average:
