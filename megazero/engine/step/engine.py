@@ -272,22 +272,6 @@ class Engine:
         sums, targets = self._read(self._global_losses(losses, uploaded), self._count_targets(uploaded.targets))
         return sums, [int(count) for count in targets]
 
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Within: the weights are their running average. All ranks enter and leave together."""
-        self._exchange_averages()
-        self.zero.sync_params()
-        try:
-            yield
-        finally:  # without a message, because a peer may have failed
-            self._exchange_averages()
-        self.zero.sync_params()
-
-    @torch.no_grad()
-    def _exchange_averages(self) -> None:
-        self.wait()
-        self.zero.exchange_averages()
-
     @torch.no_grad()
     def forward(
         self, batches: Sequence[MicroBatch], head: Compute | None = None, data: DataConfig | None = None

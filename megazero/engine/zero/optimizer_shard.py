@@ -176,17 +176,6 @@ class OptimizerShard:
             for each in cut(piece):
                 part.average.write(part.within(each).slice(), self.master.read(each.slice()), None)
 
-    def exchange(self) -> None:
-        """Exchange the master weights and their running average, exactly. `cast` is to follow."""
-        for part in self.parts:
-            if part.average is None:
-                continue
-            for piece in cut(part.owned):
-                average = part.average.read(part.within(piece).slice())
-                master = self.master.read(piece.slice()).clone()
-                self.master.write(piece.slice(), average, None)
-                average.copy_(master)
-
     def start_fetch(self) -> Pending:
         """Copy the updated weights to the device."""
         return self.home.start_fetch_weights(self.weights)

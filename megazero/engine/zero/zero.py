@@ -148,11 +148,6 @@ class Zero:
         for unit in self.units.values():
             unit.home.flush()
 
-    def exchange_averages(self) -> None:
-        """Exchange the master weights and their running averages; `sync_params` is to follow."""
-        for unit in self.units.values():
-            unit.at_rest.exchange()
-
     def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
         """Add a contribution to a weight's gradient, now or when the queue is processed."""
         if self.queue is not None:
