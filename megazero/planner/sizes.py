@@ -44,7 +44,7 @@ from megazero.engine.plan.program.operations import (
     WriteStates,
 )
 from megazero.engine.plan.program.rank_spec import RankSpec
-from megazero.planner.state_shares import States
+from megazero.planner.state_shares import States, host_rate
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
 Sent = tuple[tuple[str, int], ...]  # (kind of traffic, bytes)
@@ -276,8 +276,11 @@ class StepSizes:
             on_host = self.spec.units[unit].on_host
             if on_host and self.spec.on_disk:
                 continue
-            mine = self.optimized(unit)
-            found["host" if on_host else "optimizer"] += mine.on_host if on_host else mine.on_device
+            for rule, numel in self.optimized(unit).by_rule.items():
+                rates = self.optimizer.rates[rule]
+                found["host" if on_host else "optimizer"] += int(
+                    numel * (host_rate(rates) if on_host else rates.optimizer)
+                )
         if self.spec.on_disk:
             regions = [sum(self.optimized(unit).in_file) for unit in self.numel if self.spec.units[unit].on_host]
             found["nvme"], found["host"] = sum(regions), sum(block_sizes(regions))

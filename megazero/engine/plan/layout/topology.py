@@ -158,10 +158,8 @@ class Layout:
 
     def places(self, coord: Coord) -> dict[str, int]:
         """Return a rank's place along each of `sizes`."""
-        data = self.data_rank(coord)
-        found = coord._asdict() | {"data": data, "shard": data % self.shard, "replica": data // self.shard}
-        within, parts = data * self.tp + coord.tp, ("etp", "ep", "expert_shard", "expert_replica")
-        return found | {axis: within // self.stride(axis) % self.sizes[axis] for axis in parts}
+        rank = self.rank(coord)
+        return {axis: rank // self.stride(axis) % size for axis, size in self.sizes.items()}
 
     @property
     def world_size(self) -> int:
@@ -172,10 +170,6 @@ class Layout:
 
     def rank(self, coord: Coord) -> int:
         return sum(place * self.stride(axis) for axis, place in coord._asdict().items())
-
-    def data_rank(self, coord: Coord) -> int:
-        """Return a rank's place among those that hold the same weights."""
-        return coord.dp * self.cp + coord.cp
 
     def stride(self, axis: str) -> int:
         """Return the difference of two neighbours' ranks along an axis or a sub-axis."""

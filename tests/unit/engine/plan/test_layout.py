@@ -81,10 +81,10 @@ def test_strides_and_ranges_are_those_of_the_groups() -> None:
                 assert {b - a for a, b in itertools.pairwise(group)} <= {layout.stride(axis)}
         for rank, coord in ((rank, layout.coord(rank)) for rank in range(layout.world_size)):
             assert rank in layout.stage_ranks(coord.pp) and rank in tensor_ranks(
-                layout, coord.pp, layout.data_rank(coord)
+                layout, coord.pp, layout.places(coord)["data"]
             )
             [group] = [group for group in layout.groups("shard") if rank in group]
-            assert group.index(rank) == layout.data_rank(coord) % layout.shard
+            assert group.index(rank) == layout.places(coord)["data"] % layout.shard
         stages = [layout.stage_ranks(pp) for pp in range(layout.pp)]
         assert list(itertools.chain(*stages)) == list(range(layout.world_size))
         assert data_parallel_size(layout.world_size, layout.pp, layout.tp, layout.cp) == layout.dp
