@@ -79,9 +79,8 @@ class Engine:
         self.zero.reserve(step.arena_numel)
         tokens = context.stream.tokens(rank_tokens(config, mesh.layout, mesh.cp.rank))
         activation = ActivationSpec((len(tokens), model.hidden_size), context.dtype, mesh.device)
-        computes = {name: self.model.layer(name).compute for name in self.spec.layers}
         self.interpreter = Interpreter(
-            layers={name: (layer, computes[name]) for name, layer in self.spec.layers.items()},
+            layers={name: (layer, self.model.layer(name).compute) for name, layer in self.spec.layers.items()},
             zero=self.zero,
             kept=self._kept_inputs(activation),
             pp=mesh.pp,

@@ -121,7 +121,6 @@ class UnitGradients:
         return self.reduced.read()
 
     def start_reduce_replicas(self) -> Pending:
-        """Sum over the replicas of the sharding group."""
         return self.unit.replica.start_all_reduce(self.sharded_grad)
 
     def start_sum_replicated(self) -> Pending:

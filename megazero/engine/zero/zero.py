@@ -157,7 +157,6 @@ class Zero:
 
     @property
     def trained_units(self) -> list[ParamUnit]:
-        """Units with at least one parameter that trains."""
         return [unit for unit in self.units.values() if unit.flat.trains]
 
     def gradient_square_sum(self, tied: str | None) -> torch.Tensor:

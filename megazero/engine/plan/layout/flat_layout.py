@@ -222,7 +222,6 @@ def deal_matrices(flats: Mapping[str, FlatLayout], size: int) -> dict[str, tuple
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Join ranges that touch."""
     found: list[Range] = []
     for r in ranges:
         touches = found and found[-1].stop == r.start

@@ -180,7 +180,6 @@ class Layout:
         return strides[axis] if axis != "embedding" else self.last_pp * strides["pp"]
 
     def stage_ranks(self, pp: int) -> range:
-        """Return the ranks of a pipeline stage."""
         size = self.stride("pp")
         return range(pp * size, (pp + 1) * size)
 

@@ -82,7 +82,6 @@ class RankSpec:
 
     @functools.cached_property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of every virtual stage."""
         return placement(self.pipeline.ranks, len(self.chunks), self.pipeline.v_shaped)
 
     @functools.cached_property
