@@ -55,8 +55,9 @@ def copies(engine: Engine) -> Iterator[tuple[Axis, str, torch.Tensor]]:
                     (axis, f"the weights of {member.weight.spec.name}", window)
                     for axis in (unit.flat.shard, unit.flat.replica)
                 )
-    all_biases = () if engine.routers.biases is None else engine.routers.biases  # [L, E]
-    for number, biases in zip(engine.config.model.expert_layers, all_biases, strict=False):
+    if engine.routers.biases is None:
+        return
+    for number, biases in zip(engine.config.model.expert_layers, engine.routers.biases, strict=True):
         yield from ((axis, f"the router's biases of layer {number}", biases) for axis in (mesh.data, mesh.tp, mesh.pp))
 
 
