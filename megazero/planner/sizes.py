@@ -276,11 +276,10 @@ class StepSizes:
             on_host = self.spec.units[unit].on_host
             if on_host and self.spec.on_disk:
                 continue
-            for rule, numel in self.optimized(unit).by_rule.items():
+            for rule, count in self.optimized(unit).by_rule.items():
                 rates = self.optimizer.rates[rule]
-                found["host" if on_host else "optimizer"] += int(
-                    numel * (host_rate(rates) if on_host else rates.optimizer)
-                )
+                rate = host_rate(rates) if on_host else rates.optimizer
+                found["host" if on_host else "optimizer"] += int(count * rate)
         if self.spec.on_disk:
             regions = [sum(self.optimized(unit).in_file) for unit in self.numel if self.spec.units[unit].on_host]
             found["nvme"], found["host"] = sum(regions), sum(block_sizes(regions))
