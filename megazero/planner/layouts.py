@@ -2,7 +2,7 @@
 
 import math
 
-from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.layout.topology import Coord, Layout
 
 
 def layout_words(layout: Layout) -> str:
@@ -18,7 +18,7 @@ def layout_words(layout: Layout) -> str:
 
 def least_layout(tp: int, cp: int, ep: int, expert_tp: int) -> Layout:
     """Return the layout of one stage with as few replicas as these axes allow."""
-    whole, each = ep * (expert_tp or tp), cp * tp
+    whole, each = ep * (expert_tp or tp), Layout(tp=tp, cp=cp).world_size
     return Layout(dp=whole // math.gcd(whole, each), tp=tp, cp=cp, ep=ep, expert_tp=expert_tp)
 
 
@@ -29,5 +29,5 @@ def rank_layers(layout: Layout, num_layers: int, pp: int) -> list[int]:
 
 def tensor_ranks(layout: Layout, pp: int, data: int) -> range:
     """Return the tensor-parallel ranks of one copy of a stage's weights."""
-    first = pp * layout.stride("pp") + data * layout.tp
+    first = layout.rank(Coord(pp, data // layout.cp, data % layout.cp, 0))
     return range(first, first + layout.tp)
