@@ -2,7 +2,7 @@
 
 import math
 
-from megazero.engine.plan.layout.topology import Coord, Layout
+from megazero.engine.plan.layout.topology import Layout
 
 
 def layout_words(layout: Layout) -> str:
@@ -25,9 +25,3 @@ def least_layout(tp: int, cp: int, ep: int, expert_tp: int) -> Layout:
 def rank_layers(layout: Layout, num_layers: int, pp: int) -> list[int]:
     """Return the numbers of all layers of pipeline rank `pp`, chunk by chunk."""
     return [n for chunk in range(layout.chunks) for n in layout.chunk_layers(num_layers, pp, chunk)]
-
-
-def tensor_ranks(layout: Layout, pp: int, data: int) -> range:
-    """Return the tensor-parallel ranks of one copy of a stage's weights."""
-    first = layout.rank(Coord(pp, data // layout.cp, data % layout.cp, 0))
-    return range(first, first + layout.tp)

@@ -183,6 +183,11 @@ class Layout:
         size = self.stride("pp")
         return range(pp * size, (pp + 1) * size)
 
+    def tensor_ranks(self, pp: int, data: int) -> range:
+        """Return the tensor-parallel ranks of one copy of a stage's weights."""
+        first = pp * self.stride("pp") + data * self.tp
+        return range(first, first + self.tp)
+
     def groups(self, axis: str) -> list[list[int]]:
         """Return all groups of ranks along an axis or a sub-axis; "embedding" joins the first and last stage."""
         if axis == "embedding":

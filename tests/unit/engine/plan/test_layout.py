@@ -4,7 +4,7 @@ import itertools
 
 from megazero.engine.plan.layout.topology import AXES, SUB_AXES, Coord, Layout, ring_bytes
 from megazero.flags.batch_ramp import data_parallel_size
-from megazero.planner.layouts import layout_words, rank_layers, tensor_ranks
+from megazero.planner.layouts import layout_words, rank_layers
 from tests.helpers.table import for_each
 
 LAYOUTS = [Layout(*sizes, cp=cp) for *sizes, cp in itertools.product((1, 2, 3, 4), repeat=4)]
@@ -80,8 +80,8 @@ def test_strides_and_ranges_are_those_of_the_groups() -> None:
             for group in layout.groups(axis):
                 assert {b - a for a, b in itertools.pairwise(group)} <= {layout.stride(axis)}
         for rank, coord in ((rank, layout.coord(rank)) for rank in range(layout.world_size)):
-            assert rank in layout.stage_ranks(coord.pp) and rank in tensor_ranks(
-                layout, coord.pp, layout.places(coord)["data"]
+            assert rank in layout.stage_ranks(coord.pp) and rank in layout.tensor_ranks(
+                coord.pp, layout.places(coord)["data"]
             )
             [group] = [group for group in layout.groups("shard") if rank in group]
             assert group.index(rank) == layout.places(coord)["data"] % layout.shard
