@@ -31,12 +31,13 @@ import torch.multiprocessing
 from benchmarks.measure import interval
 from megazero import checkpoint
 from megazero.checkpoint import manifest, planning, storage
+from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.shared_outcome import message_of, value_of_message
 from megazero.command.rehearsal.rehearsed_save import pretended_shards
 from megazero.engine.model.stage import declare
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
+from megazero.planner.layouts import layout_words
 
 COMPARED = (
     *(("write ours", "write plain"), ("write DCP", "write plain"), ("read ours", "read plain")),
@@ -65,7 +66,7 @@ class Timed:
 def pretend(world: int, flags: list[str]) -> None:
     """Print the time that planning takes on rank 0, and on any other, of `world` ranks."""
     config, layout = resolve(parse(flags), world, 0, declare)
-    print(f"{world} ranks, {layout}, ZeRO stage {config.zero.zero_stage}")
+    print(f"{world} ranks, {layout_words(layout)}, ZeRO stage {config.zero.zero_stage}")
     timed, plans, slowest = Timed(), [], 0.0
     for rank in range(world):
         mine = pretended_shards(config, layout, rank, torch.float32)

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import torch
 
-from megazero.engine.plan.program.operations import Asynchronous, Update, axis_of
+from megazero.engine.plan.program.operations import Asynchronous, Update
+from megazero.planner.time.simulate import axis_of
 from tests.helpers.ranks import ROOT
 
 # name of an operation that communicates -> its axis

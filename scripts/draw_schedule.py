@@ -24,7 +24,7 @@ from megazero.engine.plan.layout.zero_policy import sharding_groups
 from megazero.engine.plan.program.operations import Backward, BackwardWeights, Forward, Op
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import PlannedLayer, RankSpec, Unit
-from megazero.engine.plan.schedule.schedules import EVALUATION, SCHEDULES
+from megazero.engine.plan.schedule.schedules import EVALUATION, SCHEDULES, Pipeline
 from megazero.flags.config import Config
 from megazero.optional import missing_package
 from megazero.planner.time.simulate import Computation, Timing, simulate
@@ -70,7 +70,7 @@ def plain_pipeline(ranks: int, chunks: int = 1, layers: int = 1, v_shaped: bool 
         ]
         flat = flat_layout([FlatParam("", 64, True)], 1)
         units = {name: Unit(flat, True) for chunk in names for name in chunk}
-        found.append(RankSpec(chunks=tuple(made), units=units, groups=alone, rank=rank, ranks=ranks, v_shaped=v_shaped))
+        found.append(RankSpec(tuple(made), units, alone, Pipeline(rank, ranks, chunks=chunks, v_shaped=v_shaped)))
     return found
 
 

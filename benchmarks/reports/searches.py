@@ -16,6 +16,7 @@ from benchmarks.reports.rehearsals import PROCESSES, flags_of
 from megazero.engine.model.stage import declare
 from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
+from megazero.planner.layouts import layout_words
 from megazero.planner.run_plan import Plan, make_plan
 from megazero.planner.search.candidates import Candidate
 from megazero.planner.search.search import Search
@@ -130,7 +131,7 @@ def _same(a: Plan, b: Plan) -> bool:
 
 def _row(plan: Plan, asked: list[str]) -> Row:
     config, parts = plan.config, plan.time.expected.parts
-    words = [str(plan.layout), config.parallel.pipeline_schedule * (plan.layout.pp > 1)]
+    words = [layout_words(plan.layout), config.parallel.pipeline_schedule * (plan.layout.pp > 1)]
     words += [f"ZeRO {config.zero.zero_stage}", f"recompute {config.activations.recompute}"]
     words += ["Pa" * config.activations.partition_activations, "SP" * config.parallel.sequence_parallel]
     words += [f"micro-batch {config.training.micro_batch_size}"]

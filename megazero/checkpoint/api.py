@@ -10,9 +10,9 @@ from megazero.checkpoint import folders, manifest
 from megazero.checkpoint.locking import SaveLock
 from megazero.checkpoint.messages import Group, rank_of
 from megazero.checkpoint.planning import RankPlan, Skipped, check_request, table_of
+from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.shared_outcome import from_rank, together
 from megazero.checkpoint.storage import ChunkReader, Save, WrittenFile
-from megazero.engine.zero.shards import LocalShard
 from megazero.world import this_generation
 
 NOTHING: Mapping[str, bytes] = MappingProxyType({})

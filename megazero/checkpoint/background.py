@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megazero.checkpoint.messages import Group
+from megazero.checkpoint.shards import LocalShard
 from megazero.engine.memory.tracker import Allocation, MemoryTracker
-from megazero.engine.zero.shards import LocalShard
 
 # A rank waits at least this long for the slowest rank's write.
 LEAST_TIMEOUT_MINUTES = 60.0

@@ -47,9 +47,9 @@ from megazero.checkpoint.manifest import manifest_text as text_of
 from megazero.checkpoint.messages import Group, rank_of, tensor_of
 from megazero.checkpoint.nodes import Nodes, exchange
 from megazero.checkpoint.planning import RankPlan, SaveLayout, Skipped, file_name
+from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.shared_outcome import from_rank, gather_all, message_of, together, value_of_message
 from megazero.checkpoint.storage import ChunkReader, Save, WrittenFile
-from megazero.engine.zero.shards import LocalShard
 from megazero.files import crc32, explain, read_regular, replacing
 from megazero.log import log
 from megazero.units import size, things

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megazero.checkpoint.regions import Region, regions, split
-from megazero.engine.zero.shards import LocalShard
+from megazero.checkpoint.shards import LocalShard
 
 # A chunk is written, checked and read as a whole. So this bounds the host memory of a save, and the bytes that a load
 # reads and does not need. 10^12 parameters are about 10^5 chunks.

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megazero import checkpoint
+from megazero.checkpoint.shards import LocalShard
 from megazero.data.task_requests import Pair
 from megazero.engine.kernels.dropout import Rows
 from megazero.engine.memory.tracker import MemoryTracker
@@ -19,7 +20,6 @@ from megazero.engine.options.model_options import ModelConfig
 from megazero.engine.options.schema import LEAST_CHUNK
 from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.step.expert_loads import Routers
-from megazero.engine.zero.shards import LocalShard
 from megazero.generation.generate import NewTokens
 from megazero.generation.kv_cache import KVCache
 

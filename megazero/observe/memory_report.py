@@ -40,7 +40,7 @@ def memory_report(engine: Engine, step: Program, op: Op | None) -> str:
     trackers, columns = [engine.tracker], ["now", "peak"]
     ops = [*step.gradients, *step.update]
     at = next((n for n, known in enumerate(ops) if known is op), None)
-    if step.trains and at is not None and isinstance(config, Config):  # the options of the run
+    if step.update and at is not None and isinstance(config, Config):  # the options of the run
         try:
             trackers.append(
                 predicted_after(

@@ -23,9 +23,10 @@ from typing import Any
 from megazero.checkpoint.messages import gather_over_mesh
 from megazero.engine.memory.tracker import KINDS, MemoryTracker
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.plan.program.operations import Op, Recv, Send, Start, Wait, axis_of, name_of
+from megazero.engine.plan.program.operations import Op, Recv, Send, Start, Wait, name_of
 from megazero.files import replacing
 from megazero.observe.timeline import Interval, Timeline
+from megazero.planner.time.simulate import axis_of
 
 Event = dict[str, Any]
 COMPUTE, DEVICE = 0, 1  # tracks; those of axes follow

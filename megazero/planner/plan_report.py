@@ -16,6 +16,7 @@ from megazero.planner.bytes.bytes_report import expert_words, padding_warning, p
 from megazero.planner.bytes.capacity import checkpoint_bytes, memory_copies
 from megazero.planner.bytes.estimate import KINDS, stage_moments
 from megazero.planner.expected import Reached
+from megazero.planner.layouts import layout_words
 from megazero.planner.parameter_counts import num_parameters
 from megazero.planner.run_plan import SECONDS_PER_DAY, Plan, advice, as_json, failure_ways
 from megazero.planner.time.devices import communicators
@@ -48,7 +49,8 @@ def show(plan: Plan, console: Console) -> None:
     parameters = num_parameters(declare(config.model))
     exchange = f"--cp-exchange {config.parallel.cp_exchange}, " if layout.cp > 1 else ""
     console.print(
-        f"{parameters / 1e9:.2f} B parameters on {layout.world_size} x {plan.device.name}: {layout}, {exchange}"
+        f"{parameters / 1e9:.2f} B parameters on {layout.world_size} x {plan.device.name}: "
+        f"{layout_words(layout)}, {exchange}"
         f"{config.micro_batches(layout.dp)} micro-batches of {config.training.micro_batch_size}"
         f"{padding_words(config, layout)}"
     )
@@ -227,7 +229,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
         bars.bar(numbers, heights, bottom=bottom, label=kind.replace("_", " "))
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     bars.axhline(plan.usable / 1e9, color="red", linestyle="--", label=f"usable of {plan.device.name}")
-    bars.set(xlabel="pipeline stage", ylabel="GB of a device", title=f"peak of a step: {plan.layout}")
+    bars.set(xlabel="pipeline stage", ylabel="GB of a device", title=f"peak of a step: {layout_words(plan.layout)}")
     bars.legend(ncol=4, fontsize="small")
     moments = stage_moments(plan.config, plan.layout, plan.fullest, plan.device.kind)
     over.stackplot(

@@ -15,6 +15,7 @@ from megazero.planner.bytes.capacity import allowed, flags_that_fit, largest_pre
 from megazero.planner.bytes.estimate import StageBytes, stage_bytes
 from megazero.planner.expected import Reached, reached
 from megazero.planner.goodput import Way, ways
+from megazero.planner.layouts import rank_layers
 from megazero.planner.parameter_counts import active_parameters, num_parameters
 from megazero.planner.time.devices import Device, load_device
 from megazero.planner.time.exchange import choose_exchange
@@ -241,7 +242,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "stages": [
             {
                 "stage": number,
-                "layers": layout.layers(model.num_layers, number),
+                "layers": rank_layers(layout, model.num_layers, number),
                 "memory_bytes": stage.memory,
                 "traffic_bytes": stage.traffic,
                 "activation_bytes": stage.activations,

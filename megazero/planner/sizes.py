@@ -45,7 +45,7 @@ from megazero.engine.plan.program.operations import (
 from megazero.engine.plan.program.rank_spec import RankSpec
 from megazero.flags.config import BYTES, Config
 from megazero.flags.corpus_flags import named_corpora
-from megazero.planner.state_shares import States
+from megazero.planner.state_shares import States, host_rate
 
 NUMBER = 8  # bytes of a number that ranks agree on: fp64
 Sent = tuple[tuple[str, int], ...]  # (kind of traffic, bytes)
@@ -277,8 +277,10 @@ class StepSizes:
             on_host = self.spec.units[unit].on_host
             if on_host and self.spec.on_disk:
                 continue
-            mine = self.optimized(unit)
-            found["host" if on_host else "optimizer"] += mine.on_host if on_host else mine.on_device
+            for rule, count in self.optimized(unit).by_rule.items():
+                rates = self.optimizer.rates[rule]
+                rate = host_rate(rates) if on_host else rates.optimizer
+                found["host" if on_host else "optimizer"] += int(count * rate)
         if self.spec.on_disk:
             regions = [sum(self.optimized(unit).in_file) for unit in self.numel if self.spec.units[unit].on_host]
             found["nvme"], found["host"] = sum(regions), sum(block_sizes(regions))

@@ -18,6 +18,11 @@ def least_rates(config: Config) -> Rates:
     return min((Rates.of(config, rule) for rule in config.optimizer.rules.rules), key=lambda rates: rates.optimizer)
 
 
+def host_rate(rates: Rates) -> Fraction:
+    """Return the bytes per element of a unit with states in host memory, with the buffer of its copies."""
+    return rates.in_file + rates.buffer
+
+
 def update_rate(rates: Rates, clips: bool) -> Fraction:
     """Return the bytes that a fused update moves: clipping also writes the gradient, narrower numbers are cast."""
     casts = [each + rates.state for each in (rates.gradients, rates.weights) if each != rates.state]
@@ -86,8 +91,8 @@ class States(NamedTuple):
             accumulated=Share(gradients, group.shards, 1 - offloaded)
             if policy.reduces_each(offloaded > 0)
             else Share(gradients),
-            host=Share(0 if in_files else rates.host, group.parts, offloaded),
-            nvme=Share(rates.host if in_files else 0, group.parts, offloaded),
+            host=Share(0 if in_files else host_rate(rates), group.parts, offloaded),
+            nvme=Share(host_rate(rates) if in_files else 0, group.parts, offloaded),
         )
 
     def at_rest(self, numel: int) -> dict[str, int]:

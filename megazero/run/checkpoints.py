@@ -15,13 +15,14 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint import InMemory
+from megazero.checkpoint.engine_state import EngineState
+from megazero.checkpoint.shards import LocalShard
 from megazero.cluster.watchdog import Watchdog
 from megazero.data.corpora import Datasets
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.mesh.collectives import MIN
 from megazero.engine.options.optimizers import AVERAGE
 from megazero.engine.step.engine import Engine
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.branch import SETS
 from megazero.flags.config import Config, ModelConfig
 from megazero.flags.stages import WHOLE, DataStage
@@ -153,11 +154,11 @@ class Checkpoints:
     def _contents(self, progress: Progress) -> tuple[dict[str, LocalShard], dict[str, Any]]:
         """Return the tensors and the state of a checkpoint; DeadRun if weights are not finite."""
         self.engine.wait()
-        shards = self.engine.shards()
+        shards = EngineState(self.engine).shards()
         self._refuse_nonfinite(shards, progress.iteration)
         state = RunState(
             **asdict(progress),
-            **self.engine.state_dict(),
+            **EngineState(self.engine).numbers(),
             model=asdict(self.config.model),
             layout=asdict(self.mesh.layout),
             config=asdict(self.config),
@@ -302,7 +303,7 @@ class CheckpointLoader:
         faults, options = dict[str, str](), self.config.checkpoint
         with self.mesh.world.peer_errors("looking for a checkpoint"):
             if self.memory is not None:
-                self.memory.announce(self.engine.shards())
+                self.memory.announce(EngineState(self.engine).shards())
             for path, copy in self._candidates(faults):
                 try:
                     progress = self._load(path, copy)
@@ -374,7 +375,7 @@ class CheckpointLoader:
             "expert_biases": state.expert_biases,
             "averages": state.averages if averages else 0,
         }
-        self.engine.load_state_dict(restored, shards)
+        EngineState(self.engine).load(restored, shards)
         if self.config.optimizer.ema_interval and not averages:
             log.info(f"the running average of the weights begins at iteration {state.iteration + 1}")
         elif dropped:
@@ -404,7 +405,7 @@ class CheckpointLoader:
         weights = self._shards(states=False, averages=False)
         biases = self._fill(path, weights, partial=True) or expert_biases
         fresh = {"updates": 0, "loss_scale": None, "expert_biases": biases, "averages": 0}
-        self.engine.load_state_dict(fresh, weights)
+        EngineState(self.engine).load(fresh, weights)
 
     def _shards(self, states: bool, averages: bool) -> dict[str, LocalShard]:
         """Return weights, and `states` of those that train: moments of earlier steps would move a frozen one.
@@ -412,7 +413,7 @@ class CheckpointLoader:
         Args:
             averages: return their running averages too, if `states`.
         """
-        frozen, shards = self.config.training.freeze_parameters, self.engine.shards()
+        frozen, shards = self.config.training.freeze_parameters, EngineState(self.engine).shards()
         if not averages:
             shards = {name: shard for name, shard in shards.items() if not name.startswith(f"{AVERAGE.name}.")}
         moves = {n for n in shards if states and not any(fnmatch.fnmatchcase(n.partition(".")[2], p) for p in frozen)}

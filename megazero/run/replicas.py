@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megazero.checkpoint.engine_state import states_of
 from megazero.engine.mesh.collectives import MAX, Axis
 from megazero.engine.mesh.peer_errors import ranks_text
 from megazero.engine.step.engine import Engine
@@ -44,7 +45,7 @@ def copies(engine: Engine) -> Iterator[tuple[Axis, str, torch.Tensor]]:
                 axes.append(mesh.tp)
             if unit.name == engine.layers.tied:
                 axes.append(mesh.embedding)
-            for state, data in unit.optimizer.state(part).items():
+            for state, data in states_of(unit.optimizer, part).items():
                 kind = "the master weights" if state == "master" else state
                 yield from ((axis, f"{kind} of {part.weight.spec.name}", data) for axis in axes)
         if unit.flat.policy.syncs and unit.weights.unsharded is not None:
@@ -54,7 +55,9 @@ def copies(engine: Engine) -> Iterator[tuple[Axis, str, torch.Tensor]]:
                     (axis, f"the weights of {member.weight.spec.name}", window)
                     for axis in (unit.flat.shard, unit.flat.replica)
                 )
-    for number, biases in engine.routers.by_layer():
+    if engine.routers.biases is None:
+        return
+    for number, biases in zip(engine.config.model.expert_layers, engine.routers.biases, strict=True):
         yield from ((axis, f"the router's biases of layer {number}", biases) for axis in (mesh.data, mesh.tp, mesh.pp))
 
 

@@ -20,8 +20,10 @@ import torch
 from megazero.data.loader import Batches
 from megazero.data.task_files import ChoiceItem, ClozeItem, Item, TextItem
 from megazero.data.task_requests import NO_REQUEST, EncodedTasks, PackedRequests, TaskRequests
+from megazero.engine.model.layers.context import DeviceBatch
 from megazero.engine.model.layers.fused_attention import is_attention_fused
 from megazero.engine.options.batch_sizes import PADDING
+from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
 from megazero.files import explain, replace_file
 from megazero.flags.batch_ramp import BatchSizes
@@ -121,7 +123,7 @@ class TaskScorer:
             if (why := stop()) is not None:
                 return Stopped(why, first / len(self.packed), of="tasks")
             batches = self._batches(min(size, len(self.packed) - first)).batch(first)
-            for batch, scores in zip(batches, self.engine.score_targets(batches), strict=False):
+            for batch, scores in zip(batches, self.target_scores(batches), strict=False):
                 for number, sample in zip(batch.samples, scores.double().cpu().unbind(1), strict=True):
                     if number != PADDING:
                         self._add(found, number, sample)
@@ -129,8 +131,29 @@ class TaskScorer:
         summed = mesh.control_sum(found.view(-1).to(mesh.device), mesh.dp, mesh.pp).view_as(found).cpu()
         return summed[0].tolist(), summed[1].tolist()
 
+    def target_scores(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Return [2, b, s] for each micro-batch on the last stage, see `Output.target_scores`; nothing on other stages.
+
+        Targets that do not count have 0. Attention stays within the documents of a micro-batch and positions restart
+        with them, even if no flag asks for it; without `document_starts` every sample is one document.
+        """
+        apart = any(batch.document_starts is not None for batch in batches)
+        data = replace(self.config.data, reset_attention_mask=apart, reset_position_ids=apart)
+        head = self.engine.model.head
+        found, uploaded = self.engine.forward(batches, head.target_scores if head else None, data)
+        own = [found[i].view(2, *each.ids.shape) for i, each in enumerate(uploaded.micro_batches) if found]
+        return [self._whole_samples(x, each) for x, each in zip(own, uploaded.micro_batches, strict=False)]
+
+    def _whole_samples(self, own: torch.Tensor, micro_batch: DeviceBatch) -> torch.Tensor:
+        """own [.., b, t]: values of this context-parallel rank's tokens -> of all tokens, [.., b, s]."""
+        dealt = micro_batch.tokens.dealt
+        if dealt is None:
+            return own
+        whole = own.new_zeros(*own.shape[:-1], dealt.length)
+        return self.engine.mesh.cp.all_reduce_(whole.scatter_(-1, dealt.indices.expand_as(own), own))
+
     def _add(self, found: torch.Tensor, number: int, sample: torch.Tensor) -> None:
-        """Add the targets of a sample, [2, s] of `Engine.score_targets`, to the requests in `found`, [2, R]."""
+        """Add the targets of a sample, [2, s] of `target_scores`, to the requests in `found`, [2, R]."""
         owners = torch.from_numpy(self.packed.owners(number))
         wanted = owners != NO_REQUEST
         nats, likeliest = sample[:, wanted]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from megazero.data.tokenizer import Tokenizer, end_of_document
+from megazero.engine.model.layers.context import DeviceBatch
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
 from megazero.files import read_regular
@@ -31,6 +32,25 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
+def next_logits(engine: Engine, batch: MicroBatch, places: Sequence[int]) -> torch.Tensor | None:
+    """Return the logits [b, v] after one place in each sample of a micro-batch, on the last stage; else None."""
+    found, mesh = [], engine.mesh
+    wanted = torch.tensor(places, device=mesh.device)
+
+    def head(x: torch.Tensor | None, micro_batch: DeviceBatch, output: bool) -> torch.Tensor:
+        assert x is not None and engine.model.head is not None
+        dealt, width = micro_batch.tokens.dealt, micro_batch.ids.shape[1]
+        own = torch.arange(width, device=mesh.device).expand(len(places), -1) if dealt is None else dealt.indices
+        here = own == wanted[:, None]  # [b, t]: in each sample one token, of one context-parallel rank
+        rows = torch.arange(len(places), device=mesh.device) * width + here.int().argmax(1)
+        logits = engine.model.head.whole_logits(engine.model.stream.start_unshard(x).wait()[rows])
+        found.append(mesh.cp.all_reduce_(logits * here.any(1)[:, None]))
+        return torch.zeros(len(places), dtype=torch.float64, device=mesh.device)
+
+    engine.forward([batch], head)
+    return found[0] if found else None
+
+
 class TrainedModel:
     """The model being trained, as a `TokenModel`. It runs the program of an evaluation, in any layout.
 
@@ -54,7 +74,7 @@ class TrainedModel:
             ids[row, : len(one.ids)] = torch.tensor(one.ids)
             lasts[row] = len(one.ids) - 1
         batch = MicroBatch(ids, ids, torch.ones(ids.shape), tuple(range(self.batch_size)))
-        return self.engine.next_logits(batch, lasts)
+        return next_logits(self.engine, batch, lasts)
 
 
 class TextSampler:

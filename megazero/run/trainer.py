@@ -29,6 +29,7 @@ from megazero.observe.sensors import DeviceSensors
 from megazero.observe.step_metrics import expert_metrics, memory_bytes
 from megazero.planner.time.devices import peak_flops
 from megazero.planner.trace.trace import model_flops
+from megazero.run.averages import averaged_weights
 from megazero.run.evaluation import Evaluation, Evaluator, Stopped
 from megazero.run.kernel_choices import choose_kernels, choose_matmul_backend
 from megazero.run.run_state import Progress
@@ -150,7 +151,7 @@ class Trainer:
             if found.loss_by_corpus:
                 record["validation_loss_by_corpus"] = found.loss_by_corpus
             if self.engine.averages:
-                with self.pauses.of("evaluation"), self.engine.averaged():
+                with self.pauses.of("evaluation"), averaged_weights(self.engine):
                     record["validation_loss_ema"] = self.evaluate().loss
         if self.sampler is not None and self.due(config.log.sample_interval):
             self.watchdog.doing = f"sampling texts after iteration {progress.iteration}"

@@ -29,6 +29,7 @@ from megazero.flags.config import (
     PlanConfig,
 )
 from megazero.flags.flag_names import flags, value_of, with_values
+from megazero.planner.layouts import layout_words, least_layout
 
 MOST_RANKS = 8
 MOST_STD = 0.1  # of initial weights, which grow as the model becomes narrower
@@ -91,7 +92,9 @@ def small_layout(layout: Layout, model: ModelConfig) -> Layout:
         return replace(layout, split=())
     found = [each for each in _candidates(layout, model) if _shape(each) == _shape(layout)]
     if not found:
-        raise ValueError(f"the layout {layout} has no smaller one with the same axes of more than one rank")
+        raise ValueError(
+            f"the layout {layout_words(layout)} has no smaller one with the same axes of more than one rank"
+        )
     stages = min(layout.pp, 3)  # a stage in the middle, if the ranks allow it
     return min(found, key=lambda one: (max(one.world_size, MOST_RANKS), one.pp != stages, one.world_size))
 
@@ -127,7 +130,7 @@ def _candidates(layout: Layout, model: ModelConfig) -> list[Layout]:
 def least_world(config: Config) -> int:
     """Return the ranks of a layout with the fewest replicas, two of them at least if ZeRO shards states."""
     p = config.parallel
-    one = Layout.least(
+    one = least_layout(
         p.tensor_model_parallel_size,
         p.context_parallel_size,
         p.expert_model_parallel_size,

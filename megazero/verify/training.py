@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megazero.checkpoint.engine_state import EngineState
 from megazero.data.corpora import Datasets
 from megazero.data.loader import document_starts
 from megazero.data.mock import MockSamples
@@ -196,7 +197,7 @@ def train_rank(rank: int, device: torch.device, task: Task) -> Trained:
         name: TensorPart(
             s.global_shape, s.offset, s.local_shape, start=s.start, stop=s.stop, data=s.data.double().cpu().numpy()
         )
-        for name, s in trainer.engine.shards().items()
+        for name, s in EngineState(trainer.engine).shards().items()
     }
     return Trained(steps, states)
 

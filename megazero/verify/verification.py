@@ -22,6 +22,7 @@ from megazero.flags.validate import check_device
 from megazero.host import host_memory
 from megazero.interop.huggingface.model_flags import find_model
 from megazero.log import log
+from megazero.planner.layouts import layout_words
 from megazero.planner.parameter_counts import num_parameters
 from megazero.planner.run_plan import vocabulary
 from megazero.units import count, things
@@ -210,7 +211,8 @@ class Verification:
         lines = [f"verifying {real} ({things(real.world_size, 'rank')})"]
         if layout.world_size != real.world_size:
             lines.append(
-                f"  on {layout} ({things(layout.world_size, 'rank')}), with the same axes of more than one rank"
+                f"  on {layout_words(layout)} ({things(layout.world_size, 'rank')}), "
+                "with the same axes of more than one rank"
             )
         parameters = [count(num_parameters(declare(each.model))) for each in (self.real, config)]
         shrunk = ", ".join([f"parameters {parameters[0]} -> {parameters[1]}", *changes(self.real, config)])

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megazero.checkpoint import streaming
-from megazero.engine.zero.shards import LocalShard
+from megazero.checkpoint.shards import LocalShard
 from megazero.interop.huggingface import importing
 from megazero.interop.huggingface.configuration import read_config
 from megazero.interop.huggingface.families import MODELS

@@ -30,6 +30,7 @@ from megazero.observe.bad_step import diagnose_step
 from megazero.observe.layer_statistics import LayerStatistics
 from megazero.observe.memory_report import explain_out_of_memory
 from megazero.observe.step_metrics import memory_bytes
+from megazero.run.averages import averaged_weights
 
 # Odd on purpose: 5 layers, 6 heads, a prime vocabulary, a sequence that no axis divides. Weights of 0.05: with 0.02 in
 # so narrow a model, gradients of queries and keys come near fp32's rounding, and Adam makes a full step of their noise.
@@ -357,7 +358,7 @@ def train_on(
         outcome.experts.append(result.experts)
         outcome.ahead.append(result.mtp_losses)
         if engine.averages:
-            with engine.averaged():
+            with averaged_weights(engine):
                 total, targets = engine.evaluate(batches)
             outcome.averaged.append(total / targets)
         before = mesh.sent()

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from megazero import checkpoint
+from megazero.checkpoint.shards import LocalShard
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.config import (
     CheckpointConfig,
     Config,

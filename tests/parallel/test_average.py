@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megazero.checkpoint.engine_state import EngineState
 from megazero.checkpoint.streaming import TensorReader
 from megazero.data.remembered import data_tokenizer
 from megazero.engine.mesh.mesh import Mesh
@@ -21,6 +22,7 @@ from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
 from megazero.interop.huggingface.export import export
 from megazero.log import log
+from megazero.run.averages import averaged_weights
 from megazero.run.inputs import open_data
 from tests.helpers.chains import LAYOUTS, configured, make_corpus
 from tests.helpers.runs import new_run
@@ -37,13 +39,13 @@ def exchanged(rank: int, case: Case) -> tuple[float, float]:
     engine.wait()
 
     def numbers() -> dict[str, torch.Tensor]:
-        return {name: shard.data.clone() for name, shard in engine.shards().items()}
+        return {name: shard.data.clone() for name, shard in EngineState(engine).shards().items()}
 
     before, batches = numbers(), micro_batches(case, engine.mesh, 0)
     loss, _ = engine.evaluate(batches)
-    with engine.averaged():
+    with averaged_weights(engine):
         within, (averaged, _) = numbers(), engine.evaluate(batches)
-    with contextlib.suppress(InterruptedError), engine.averaged():
+    with contextlib.suppress(InterruptedError), averaged_weights(engine):
         raise InterruptedError  # the weights are theirs again, although other ranks may not answer
     after = numbers()
     engine.zero.sync_params()

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 from megazero import checkpoint
 from megazero.checkpoint import manifest, shard_regions, tensor_file
-from megazero.engine.zero.shards import LocalShard
+from megazero.checkpoint.shards import LocalShard
 
 TIME_LIMIT = 600.0  # seconds, for a group of ranks
 

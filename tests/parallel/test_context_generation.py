@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megazero import checkpoint
+from megazero.checkpoint.engine_state import EngineState
 from megazero.engine.kernels.dropout import Dropout, Rows
 from megazero.engine.kernels.kernel_table import EAGER
 from megazero.engine.mesh.collectives import Axis
@@ -50,7 +51,7 @@ def case_of(model: ModelConfig) -> Case:
 def saved(model: ModelConfig, folder: Path) -> Path:
     """A checkpoint of the initial weights."""
     engine = new_engine(0, case_of(model))
-    return Path(checkpoint.save(folder, 1, engine.shards(), engine.state_dict(), None))
+    return Path(checkpoint.save(folder, 1, EngineState(engine).shards(), EngineState(engine).numbers(), None))
 
 
 class Wanted(NamedTuple):

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from megazero import checkpoint
+from megazero.checkpoint.engine_state import EngineState
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
 from megazero.generation.generate import NewTokens
 from megazero.generation.model import InferenceModel
+from megazero.run.text_samples import next_logits
 from tests.helpers import chains
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine
@@ -65,7 +67,7 @@ def steps(engine: Engine, case: Case, first: int, last: int) -> Found:
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
         found.choices.append(result.experts.choices)
-        found.biases.append(engine.state_dict()["expert_biases"])
+        found.biases.append(EngineState(engine).numbers()["expert_biases"])
     return found
 
 
@@ -77,16 +79,16 @@ def train_and_save(rank: int, case: Case, folder: Path) -> Found:
     engine = new_engine(rank, case)
     found = steps(engine, case, 0, STOP)
     engine.wait()
-    checkpoint.save(folder, STOP, engine.shards(), engine.state_dict(), engine.mesh.host_group)
+    checkpoint.save(folder, STOP, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host_group)
     return found
 
 
 def resume(rank: int, case: Case, path: Path) -> Found:
     engine = new_engine(rank, case)
     engine.wait()
-    shards = engine.shards()
+    shards = EngineState(engine).shards()
     checkpoint.load(path, shards, engine.mesh.host_group)
-    engine.load_state_dict(checkpoint.read_state(path), shards)
+    EngineState(engine).load(checkpoint.read_state(path), shards)
     return steps(engine, case, STOP, END)
 
 
@@ -159,10 +161,10 @@ def test_a_skipped_step_changes_no_bias() -> None:
     engine = new_engine(0, case)
     assert engine.scale is not None
     engine.scale = replace(engine.scale, value=1e30)
-    before = engine.state_dict()["expert_biases"]
+    before = EngineState(engine).numbers()["expert_biases"]
     result = engine.train_step(1, micro_batches(case, engine.mesh, 0), case.batch)
     assert result.skipped and result.experts is not None and imbalance(result.experts.choices) > 1
-    assert engine.state_dict()["expert_biases"] == before
+    assert EngineState(engine).numbers()["expert_biases"] == before
 
 
 @pytest.mark.second
@@ -185,16 +187,16 @@ def test_evaluation_and_generation_use_the_biases(tmp_path: Path) -> None:
     """The logits of a checkpoint are those of the engine that saved it; without biases both are far off."""
     engine = new_engine(0, ONE)
     steps(engine, ONE, 0, STOP)
-    path = checkpoint.save(tmp_path, STOP, engine.shards(), engine.state_dict(), None)
+    path = checkpoint.save(tmp_path, STOP, EngineState(engine).shards(), EngineState(engine).numbers(), None)
     [batch] = micro_batches(ONE._replace(batch=2), engine.mesh, 7)
     places = [10, 6]
-    wanted, loss = engine.next_logits(batch, places), engine.evaluate([batch])[0]
+    wanted, loss = next_logits(engine, batch, places), engine.evaluate([batch])[0]
     inference = InferenceModel(path, EXPERTS, Mesh.build(Layout(), 0, torch.device("cpu")), "fp64")
     new = [NewTokens(row[: place + 1], 0) for row, place in zip(batch.ids.tolist(), places, strict=True)]
     found = inference.logits(new, inference.new_cache(2, 11))
     assert found is not None and wanted is not None
     assert (found - wanted).abs().max() < TOLERANCE
     engine.routers.load_state_dict({})
-    unbiased = engine.next_logits(batch, places)
+    unbiased = next_logits(engine, batch, places)
     assert unbiased is not None and (unbiased - wanted).abs().max() > 1e-3
     assert abs(engine.evaluate([batch])[0] - loss) > 1e-3

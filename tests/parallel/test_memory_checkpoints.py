@@ -30,8 +30,8 @@ import torch.distributed as dist
 from megazero.checkpoint import AgreedFailure, MemoryCheckpoints, in_memory, manifest, tensor_file
 from megazero.checkpoint.in_memory import Held, whole
 from megazero.checkpoint.nodes import Nodes
+from megazero.checkpoint.shards import LocalShard
 from megazero.engine.model.stage import declare
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.cli import parse
 from megazero.flags.config import Config
 from megazero.log import log

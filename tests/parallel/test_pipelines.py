@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megazero import checkpoint
+from megazero.checkpoint.engine_state import EngineState
 from megazero.engine.plan.schedule.schedules import SCHEDULES
 from megazero.planner.bytes.estimate import estimate
 from tests.helpers.rings import SECOND, by_default
@@ -137,16 +138,16 @@ def train_and_save(rank: int, case: Case, folder: Path) -> float:
     engine = new_engine(rank, case)
     engine.train_step(1, micro_batches(case, engine.mesh, 0))
     engine.wait()
-    checkpoint.save(folder, 1, engine.shards(), engine.state_dict(), engine.mesh.host_group)
+    checkpoint.save(folder, 1, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host_group)
     return engine.train_step(2, micro_batches(case, engine.mesh, 1)).loss
 
 
 def load_and_train(rank: int, case: Case, path: Path) -> float:
     engine = new_engine(rank, case)
     engine.wait()
-    shards = engine.shards()
+    shards = EngineState(engine).shards()
     checkpoint.load(path, shards, engine.mesh.host_group)
-    engine.load_state_dict(checkpoint.read_state(path), shards)
+    EngineState(engine).load(checkpoint.read_state(path), shards)
     return engine.train_step(2, micro_batches(case, engine.mesh, 1)).loss
 
 

@@ -15,6 +15,7 @@ from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.planner.bytes.estimate import estimate
+from megazero.planner.layouts import rank_layers
 from tests.helpers.planted import Fault, planted
 from tests.helpers.ranks import RankError
 from tests.helpers.rings import SECOND, by_default
@@ -76,7 +77,7 @@ def waits_for_experts(case: Case, rank: int) -> int:
     model, layout = case.model, case.layout
     fused = case.precision == "bf16" and model.hidden_size % 8 == 0 == model.expert_size // layout.etp % 8
     pp = layout.coord(rank).pp
-    layers = set(layout.layers(model.num_layers, pp))
+    layers = set(rank_layers(layout, model.num_layers, pp))
     if layout.placement[-1] == pp:  # the head's stage, with the modules of multi-token prediction
         layers |= set(range(model.num_layers, model.num_layers + model.mtp_num_layers))
     waits = len(layers & set(model.expert_layers)) if layout.ep > 1 or not fused else 0

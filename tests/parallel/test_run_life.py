@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from megazero.checkpoint.engine_state import EngineState, states_of
 from megazero.checkpoint.planning import RankPlan
 from megazero.data.writer import IndexedWriter
 from megazero.engine.model.stage import declare
@@ -44,7 +45,7 @@ def held_and_planned(rank: int, world: int, config: Config) -> tuple[dict[str, A
     run = run_of(rank, world, config)
     held = {
         name: (s.global_shape, s.offset, s.local_shape, s.start, s.stop)
-        for name, s in run.trainer.engine.shards().items()
+        for name, s in EngineState(run.trainer.engine).shards().items()
     }
     layout = run.mesh.layout
     planned = {
@@ -52,7 +53,7 @@ def held_and_planned(rank: int, world: int, config: Config) -> tuple[dict[str, A
         for p in rank_parts(run.config, layout, rank, declare)
         for state in ("model", "exp_avg", "exp_avg_sq")
     }
-    return held, planned, len(RankPlan.of(run.trainer.engine.shards()).holdings)
+    return held, planned, len(RankPlan.of(EngineState(run.trainer.engine).shards()).holdings)
 
 
 @pytest.mark.parametrize(("tp", "stage"), [(1, 0), (1, 3), (2, 1)])
@@ -134,7 +135,7 @@ def optimizer_after(rank: int, config: Config) -> tuple[float, float, int]:
     run = run_of(rank, 2, config)
     with contextlib.redirect_stdout(open(os.devnull, "w")):
         _, run.trainer.progress = run.loader.resume()
-    shards = run.trainer.engine.shards()
+    shards = EngineState(run.trainer.engine).shards()
     moments = max(float(s.data.abs().max()) for n, s in shards.items() if n.startswith("exp_avg") and s.data.numel())
     total = sum(float(s.data.double().sum()) for n, s in shards.items() if n.startswith("model."))
     return (
@@ -276,9 +277,11 @@ def poisoned_save(rank: int, config: Config) -> str:
     run.trainer.progress.iteration = 7
     if rank == 1:
         name = next(
-            n for n, s in run.trainer.engine.shards().items() if n.startswith("model.blocks.1") and s.data.numel()
+            n
+            for n, s in EngineState(run.trainer.engine).shards().items()
+            if n.startswith("model.blocks.1") and s.data.numel()
         )
-        run.trainer.engine.shards()[name].data[-1] = float("nan")
+        EngineState(run.trainer.engine).shards()[name].data[-1] = float("nan")
     try:
         run.checkpoints.save(run.trainer.progress)
     except DeadRun as error:
@@ -394,7 +397,7 @@ def drift(rank: int, world: int, config: Config, state: str, name: str) -> str:
             part = next(
                 part for part in unit.flat.owned_parts() if part.weight.spec.name == name and part.stop > part.start
             )
-            data = unit.optimizer.state(part)[state]
+            data = states_of(unit.optimizer, part)[state]
         data[:1].view(torch.int32)[0] ^= 1
     try:
         check_replicas(run.trainer.engine, 1)

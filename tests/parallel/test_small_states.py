@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megazero import checkpoint
+from megazero.checkpoint.engine_state import EngineState, states_of
 from megazero.checkpoint.shard_regions import owned_regions, views_of
 from megazero.checkpoint.streaming import TensorReader
 from megazero.engine.mesh.mesh import Mesh
@@ -77,7 +78,7 @@ def update(rank: int, case: Case, number: int) -> torch.Tensor:
     params = StepParams(engine.config.optimizer, 1e-3, torch.tensor(1.0), None, number)
     unit.optimizer.step(params, Buffer(gradient, NoAllocation()))  # type: ignore[arg-type]
     return torch.cat(
-        [unit.optimizer.saved(part)["exp_avg"] for part in unit.flat.owned_parts() if part.weight.spec.blocked]
+        [states_of(unit.optimizer, part)["exp_avg"] for part in unit.flat.owned_parts() if part.weight.spec.blocked]
     )
 
 
@@ -108,7 +109,7 @@ def test_large_units_are_updated_piece_by_piece(optimizer: str, moments: str, ma
 def whole_states(engine: Engine) -> dict[str, torch.Tensor]:
     """This rank's elements of every saved tensor, in place in the global tensor, and NaN elsewhere."""
     found = {}
-    for name, shard in engine.shards().items():
+    for name, shard in EngineState(engine).shards().items():
         whole = torch.full(shard.global_shape, torch.nan, dtype=shard.data.dtype)
         regions = owned_regions(shard)
         for region, data in zip(regions, views_of(shard, regions), strict=True):
@@ -123,7 +124,7 @@ def train_and_save(rank: int, case: Case, folder: Path) -> float:
     for step in range(2):
         engine.train_step(step + 1, micro_batches(case, engine.mesh, step))
     engine.wait()
-    checkpoint.save(folder, 2, engine.shards(), engine.state_dict(), engine.mesh.host_group)
+    checkpoint.save(folder, 2, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host_group)
     return engine.train_step(3, micro_batches(case, engine.mesh, 0)).loss
 
 
@@ -131,10 +132,10 @@ def load(rank: int, case: Case, path: Path, folder: Path) -> tuple[dict[str, tor
     """Load, save again in `folder`, and train a step. Return this rank's states and the loss."""
     engine = new_engine(rank, case)
     engine.wait()
-    shards = engine.shards()
+    shards = EngineState(engine).shards()
     checkpoint.load(path, shards, engine.mesh.host_group)
-    engine.load_state_dict(checkpoint.read_state(path), shards)
-    checkpoint.save(folder, 2, engine.shards(), engine.state_dict(), engine.mesh.host_group)
+    EngineState(engine).load(checkpoint.read_state(path), shards)
+    checkpoint.save(folder, 2, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host_group)
     states = whole_states(engine)
     return states, engine.train_step(3, micro_batches(case, engine.mesh, 0)).loss
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from megazero.checkpoint.engine_state import EngineState
 from megazero.engine.model.stage import declare
 from megazero.flags.config import Config, LogConfig, ParallelConfig
 from megazero.flags.resolve import resolve
@@ -69,7 +70,9 @@ def trained(rank: int, case: Case) -> Trained:
         assert result.skipped == (step == 2)
         results.append((result.loss, result.grad_norm))
     engine.wait()
-    return Trained(results[:2], {name: shard.data.clone() for name, shard in engine.shards().items()}, found)
+    return Trained(
+        results[:2], {name: shard.data.clone() for name, shard in EngineState(engine).shards().items()}, found
+    )
 
 
 @pytest.mark.parametrize(

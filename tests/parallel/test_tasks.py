@@ -123,8 +123,8 @@ class Stops(NamedTuple):
 def stopped(rank: int, world: int, config: Config, requests: TaskRequests) -> Stops:
     """The last rank sees a signal in the first global batch of tasks."""
     run, calls = run_of(rank, world, config), []
-    run.trainer.tasks = TaskScorer(run.config, run.trainer.engine, PackedRequests(requests, 8))
-    score, writers, records = run.trainer.engine.score_targets, run._open_writers, []
+    run.trainer.tasks = tasks = TaskScorer(run.config, run.trainer.engine, PackedRequests(requests, 8))
+    score, writers, records = tasks.target_scores, run._open_writers, []
 
     def signalled(batches: Any) -> Any:
         calls.append(batches)
@@ -138,7 +138,7 @@ def stopped(rank: int, world: int, config: Config, requests: TaskRequests) -> St
         found.write = lambda record: (records.append(record), write(record))  # type: ignore[assignment]
         return found
 
-    run.trainer.engine.score_targets, run._open_writers = signalled, kept  # type: ignore[method-assign]
+    tasks.target_scores, run._open_writers = signalled, kept  # type: ignore[method-assign]
     with contextlib.redirect_stdout(io.StringIO()) as output:
         wish = run.evaluate() if config.evaluation.eval_only else run.train()
     iterations, scored = [record["iteration"] for record in records], any("task_acc" in record for record in records)

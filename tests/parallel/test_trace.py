@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from megazero.checkpoint.messages import gather_over_mesh
-from megazero.engine.plan.program.operations import Start, Wait, axis_of, name_of
+from megazero.engine.plan.program.operations import Start, Wait, name_of
 from megazero.engine.step.engine import Engine
 from megazero.flags.config import LogConfig
 from megazero.observe.profiling import Profiler
 from megazero.observe.step_metrics import memory_bytes
+from megazero.planner.time.simulate import axis_of
 from tests.parallel.cases import Case, micro_batches, new_engine
 
 CASES = [

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from megazero.checkpoint.engine_state import EngineState
 from megazero.command.rehearsal.allocated import Allocated
 from megazero.command.rehearsal.rehearsed_save import pretended_shards
 from megazero.engine.mesh.mesh import Mesh
@@ -31,7 +32,7 @@ class Learned(NamedTuple):
 def learn(rank: int, case: Case) -> Learned:
     mesh = Mesh.build(case.layout, rank, torch.device("cpu"))
     outcome = train_on(mesh, case)
-    return Learned(outcome, set(Engine(case.config(), mesh).shards()))
+    return Learned(outcome, set(EngineState(Engine(case.config(), mesh)).shards()))
 
 
 def case_of(dp: int, zero: int, **changes: object) -> Case:

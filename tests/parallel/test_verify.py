@@ -72,7 +72,7 @@ PARTIAL = Fault(
     "[self.mesh.tp.start_all_reduce(part) for part in parts]", "[]",
 )  # fmt: skip
 NO_UPDATES = Fault(
-    "megazero.engine.step.engine", "Engine", "load_state_dict", 'self.updates = state["updates"]', "self.updates = 0"
+    "megazero.checkpoint.engine_state", "EngineState", "load", 'engine.updates = state["updates"]', "engine.updates = 0"
 )  # Adam then corrects the bias of its moments as if they had just begun
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megazero.checkpoint.engine_state import EngineState
 from megazero.command.rehearsal.allocated import Allocated
 from megazero.command.rehearsal.rehearsed_save import PlannedSave, plan_save
 from megazero.data.corpora import Datasets
@@ -190,7 +191,7 @@ def rehearse_rank(
         traffic=record["traffic_bytes"],
         estimated_traffic=estimated.traffic,
         collectives=_since(issued, mesh),
-        save=plan_save(config, layout, rank, trainer.engine.shards()) if saves else None,
+        save=plan_save(config, layout, rank, EngineState(trainer.engine).shards()) if saves else None,
         build_seconds=built - start,
         step_seconds=stopped - begun,
         host_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),

@@ -13,6 +13,7 @@ from megazero.files import write_atomically
 from megazero.flags.config import Config
 from megazero.flags.resolve import replica_layout, replica_words, resolve
 from megazero.flags.validate import check_device
+from megazero.planner.layouts import layout_words
 from megazero.planner.time.exchange import choose_exchange
 from megazero.world import World
 
@@ -79,7 +80,7 @@ def run_rehearsal(config: Config, world: World, vocab_size: int) -> list[Rehears
     tensors = f"real tensors on {on.device}" if on.real else f"stand-ins for tensors of a {asked.upper()}"
     exchange = f"--cp-exchange {config.parallel.cp_exchange}, " if layout.cp > 1 else ""
     stage = config.zero.zero_stage
-    print(f"rehearsing {layout.world_size} ranks, {layout}, {exchange}ZeRO stage {stage}, with {tensors}")
+    print(f"rehearsing {layout.world_size} ranks, {layout_words(layout)}, {exchange}ZeRO stage {stage}, with {tensors}")
     for rank in ranks:
         found.append(rehearse_rank(config, layout, rank, on))
         print(rehearsal_table(found[-1]), flush=True)
@@ -100,8 +101,8 @@ def run_rehearsal(config: Config, world: World, vocab_size: int) -> list[Rehears
 
 def rehearsal_table(found: Rehearsal) -> str:
     """Format one rank's bytes: rehearsed, estimated, and their difference."""
-    coord, save = found.coord, found.save
-    rows = [f"rank {found.rank}: {coord}"]
+    save = found.save
+    rows = [f"rank {found.rank}: {', '.join(f'{axis} {place}' for axis, place in found.coord._asdict().items())}"]
     rows.append(f"  {'bytes':<28}{'rehearsal':>20}{'estimate':>20}{'difference':>14}")
     pairs = [(kind, found.memory[kind], found.estimated_memory[kind]) for kind in found.memory]
     pairs += [(f"{kind} traffic", found.traffic[kind], found.estimated_traffic[kind]) for kind in found.traffic]

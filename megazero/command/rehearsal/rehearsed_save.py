@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from megazero.checkpoint.planning import RankPlan, SaveLayout, own_chunks
+from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.shared_outcome import message_of, value_of_message
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.plan.layout.topology import Layout
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.config import Config
 from megazero.planner.bytes.rank_parts import rank_parts
 

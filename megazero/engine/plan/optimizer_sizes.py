@@ -52,11 +52,6 @@ class Rates(NamedTuple):
         """Return those of the host's buffer for gradients and then for updated weights."""
         return max(self.weights, self.gradients)
 
-    @property
-    def host(self) -> Fraction:
-        """Return those of a unit with states in host memory, this buffer included."""
-        return self.in_file + self.buffer
-
 
 class OwnedSizes(NamedTuple):
     """Bytes of the part of a unit that a rank owns: at rest, in a file, and in an update.
@@ -72,16 +67,6 @@ class OwnedSizes(NamedTuple):
     by_rule: Mapping[UpdateRule, int]
     matrices: list[Matrices]
     working: int
-
-    @property
-    def on_device(self) -> int:
-        """Bytes of master weights and states on the device."""
-        return sum(int(n * self.run.rates[rule].optimizer) for rule, n in self.by_rule.items())
-
-    @property
-    def on_host(self) -> int:
-        """Bytes of master weights, states and the buffer in host memory."""
-        return sum(int(n * self.run.rates[rule].host) for rule, n in self.by_rule.items())
 
     @property
     def buffer(self) -> int:

@@ -7,21 +7,18 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 
 from megazero.engine.activations.store import KeptInputs
 from megazero.engine.memory.tracker import MemoryTracker
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.model.layers.context import Context, DeviceBatch
+from megazero.engine.model.layers.context import Context
 from megazero.engine.model.stage import Stage, block_numbers, declare
 from megazero.engine.optim.step import StepParams
 from megazero.engine.options.batch_sizes import micro_batches
 from megazero.engine.options.schema import DataConfig, StepConfig
 from megazero.engine.plan.layout.dealing import rank_tokens
-from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.plan.schedule.schedules import EVALUATION
@@ -31,8 +28,6 @@ from megazero.engine.step.interpreter import ActivationSpec, Compute, Interprete
 from megazero.engine.step.optimization import LossScale, clip_factor, learning_rate
 from megazero.engine.step.results import Computed, StepResult
 from megazero.engine.zero.flat_unit import ZeroOptions
-from megazero.engine.zero.optimizer_shard import state_name
-from megazero.engine.zero.shards import LocalShard
 from megazero.engine.zero.zero import Zero
 
 Explain = Callable[[Exception, "Engine", Program], str]
@@ -84,9 +79,8 @@ class Engine:
         self.zero.reserve(step.arena_numel)
         tokens = context.stream.tokens(rank_tokens(config, mesh.layout, mesh.cp.rank))
         activation = ActivationSpec((len(tokens), model.hidden_size), context.dtype, mesh.device)
-        computes = {name: self.model.layer(name).compute for name in self.spec.layers}
         self.interpreter = Interpreter(
-            layers={name: (layer, computes[name]) for name, layer in self.spec.layers.items()},
+            layers={name: (layer, self.model.layer(name).compute) for name, layer in self.spec.layers.items()},
             zero=self.zero,
             kept=self._kept_inputs(activation),
             pp=mesh.pp,
@@ -273,70 +267,25 @@ class Engine:
     @torch.no_grad()
     def evaluate_by_corpus(self, batches: Sequence[MicroBatch]) -> tuple[list[float], list[int]]:
         """Return the sums of the cross-entropies and the numbers of targets, per corpus of a global batch."""
-        uploaded = self._upload(batches, training=False)
-        losses = self._run(self.program(EVALUATION, len(batches)), uploaded)
+        losses, uploaded = self.forward(batches)
         sums, targets = self._read(self._global_losses(losses, uploaded), self._count_targets(uploaded.targets))
         return sums, [int(count) for count in targets]
 
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Within: the weights are their running average. All ranks enter and leave together."""
-        self._exchange_averages()
-        self.zero.sync_params()
-        try:
-            yield
-        finally:  # without a message, because a peer may have failed
-            self._exchange_averages()
-        self.zero.sync_params()
-
     @torch.no_grad()
-    def _exchange_averages(self) -> None:
-        self.wait()
-        self.zero.exchange_averages()
+    def forward(
+        self, batches: Sequence[MicroBatch], head: Compute | None = None, data: DataConfig | None = None
+    ) -> tuple[dict[int, torch.Tensor], Uploaded]:
+        """Run the program of an evaluation.
 
-    @torch.no_grad()
-    def next_logits(self, batch: MicroBatch, places: Sequence[int]) -> torch.Tensor | None:
-        """Return the logits [b, v] after one place in each sample of a micro-batch, on the last stage; else None."""
-        uploaded, wanted = self._upload([batch], training=False), torch.tensor(places, device=self.mesh.device)
-        [micro_batch] = uploaded.micro_batches
-        ids, tokens = micro_batch.ids, micro_batch.tokens
-        own = torch.arange(batch.ids.shape[1], device=wanted.device).expand_as(batch.ids)
-        if tokens.dealt is not None:
-            own = tokens.dealt.indices
-        here = own == wanted[:, None]  # [b, t]: in each sample one token, of one context-parallel rank
-        rows = torch.arange(len(places), device=wanted.device) * ids.shape[1] + here.int().argmax(1)
-        found = []
+        Args:
+            head: replaces the model's head; returns a vector for a micro-batch.
+            data: flags of documents that replace the run's.
 
-        def head(x: torch.Tensor | None, micro_batch: DeviceBatch, output: bool) -> torch.Tensor:
-            assert x is not None and self.model.head is not None
-            logits = self.model.head.whole_logits(self.model.stream.start_unshard(x).wait()[rows])
-            found.append(self.mesh.cp.all_reduce_(logits * here.any(1)[:, None]))
-            return torch.zeros(len(places), dtype=torch.float64, device=self.mesh.device)
-
-        self._run(self.program(EVALUATION, 1), uploaded, head=head)
-        return found[0] if found else None
-
-    @torch.no_grad()
-    def score_targets(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Return [2, b, s] for each micro-batch on the last stage, see `Output.target_scores`; nothing on other stages.
-
-        Targets that do not count have 0. Attention stays within the documents of a micro-batch and positions restart
-        with them, even if no flag asks for it; without `document_starts` every sample is one document.
+        Returns:
+            micro-batch -> its losses, or the result of `head`; empty except on the last stage; and the micro-batches.
         """
-        apart = any(batch.document_starts is not None for batch in batches)
-        data = replace(self.config.data, reset_attention_mask=apart, reset_position_ids=apart)
-        uploaded, head = self._upload(batches, training=False, data=data), self.model.head
-        found = self._run(self.program(EVALUATION, len(batches)), uploaded, head=head.target_scores if head else None)
-        own = [found[i].view(2, *each.ids.shape) for i, each in enumerate(uploaded.micro_batches) if found]
-        return [self._whole_samples(x, each) for x, each in zip(own, uploaded.micro_batches, strict=False)]
-
-    def _whole_samples(self, own: torch.Tensor, micro_batch: DeviceBatch) -> torch.Tensor:
-        """own [.., b, t]: values of this context-parallel rank's tokens -> of all tokens, [.., b, s]."""
-        dealt = micro_batch.tokens.dealt
-        if dealt is None:
-            return own
-        whole = own.new_zeros(*own.shape[:-1], dealt.length)
-        return self.mesh.cp.all_reduce_(whole.scatter_(-1, dealt.indices.expand_as(own), own))
+        uploaded = self._upload(batches, training=False, data=data)
+        return self._run(self.program(EVALUATION, len(batches)), uploaded, head=head), uploaded
 
     def _upload(self, batches: Sequence[MicroBatch], training: bool, data: DataConfig | None = None) -> Uploaded:
         return upload_step(
@@ -390,37 +339,3 @@ class Engine:
             of_corpora = sum_by_corpus(found[0], uploaded.corpora, self.num_corpora)
             sums = torch.cat([of_corpora, found[1:].sum(1)])
         return self.mesh.control_sum(sums, self.mesh.data, self.mesh.pp)
-
-    # -- state
-
-    def shards(self) -> dict[str, LocalShard]:
-        """Return this rank's master weights, as `model.NAME`, and optimizer states, under global names.
-
-        A checkpoint reads them, or fills them before `load_state_dict`. They are the engine's own tensors, or copies in
-        host memory of numbers in a small form.
-        """
-        found = {}
-        for part, states in self.zero.owned_states():
-            for state, data in states.items():
-                found[state_name(state, part.weight.spec.name)] = LocalShard.of(
-                    part.weight.spec, part.weight.block, Range(part.start, part.stop), data
-                )
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of a checkpoint besides `shards`, the same on all ranks."""
-        scale = asdict(self.scale) if self.scale else None
-        biases = self.routers.state_dict(self.mesh)
-        return {"updates": self.updates, "loss_scale": scale, "expert_biases": biases, "averages": self.averages}
-
-    def load_state_dict(self, state: dict[str, Any], shards: Mapping[str, LocalShard]) -> None:
-        """Resume from a checkpoint whose tensors have been read into `shards`. All ranks call this."""
-        self.wait()
-        self.zero.load_states({name: shard.data for name, shard in shards.items()}, state["updates"])
-        self.zero.sync_params()
-        self.updates = state["updates"]
-        self.averages = state["averages"]
-        self.routers.load_state_dict(state["expert_biases"])
-        if self.scale and state["loss_scale"]:
-            known = state["loss_scale"]
-            self.scale = replace(self.scale, **{key: known[key] for key in ("value", "left", "good")})

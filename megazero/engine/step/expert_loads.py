@@ -5,7 +5,7 @@ Shapes: L layers with experts of the model, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,11 +77,6 @@ class Routers:
             loads = summed.view(-1, self.model.num_experts + ROUTER_SUMS)[:, : self.model.num_experts]
             ahead = (loads * self.model.num_experts - loads.sum(1, keepdim=True)).sign()  # the integers are exact
             self.biases.sub_(ahead, alpha=self.model.moe_router_bias_update_rate)
-
-    def by_layer(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (number of a layer, its biases [E]); nothing without biases."""
-        if self.biases is not None:
-            yield from zip(self.model.expert_layers, self.biases, strict=True)
 
     def state_dict(self, mesh: Mesh) -> dict[str, list[float]]:
         """Return the biases by number of their layer."""

@@ -8,7 +8,7 @@ memory can be freed. The program, not autograd, determines the order of operatio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -28,12 +28,8 @@ from megazero.engine.plan.program.rank_spec import PlannedLayer
 from megazero.engine.zero.zero import Zero
 
 Observer = Callable[[ops.Op], contextlib.AbstractContextManager[object]]
-
-
-class Compute(Protocol):
-    """A layer as the interpreter calls it. If `output` is False, the interpreter uses the graph and not the result."""
-
-    def __call__(self, x: torch.Tensor | None, micro_batch: Any, output: bool, /) -> torch.Tensor: ...
+# A layer: (x, micro-batch, output) -> y. If `output` is False, the interpreter uses the graph and not the result.
+Compute = Callable[[torch.Tensor | None, Any, bool], torch.Tensor]
 
 
 class ActivationSpec(NamedTuple):
@@ -239,7 +235,6 @@ class Interpreter:
             self.x[i] = y.detach()
 
     def _compute(self, name: str, x: torch.Tensor | None, i: int, output: bool = True) -> torch.Tensor:
-        """Compute a layer with a graph."""
         layer, compute = self.layers[name]
         with torch.enable_grad():
             if x is not None:
@@ -278,15 +273,8 @@ class Interpreter:
     # -- weights
 
     def _gather(self, op: ops.Gather) -> Pending:
-        unit = self.units[op.unit]
         self.gathered.add(op.unit)
-        gather = unit.weights.start_all_gather(self.zero.arena.data, op.offset)
-
-        def received() -> None:
-            gather.wait()
-            unit.weights.point_at_gathered()
-
-        return Pending(then=received)
+        return self.units[op.unit].weights.start_all_gather(self.zero.arena, op.offset)
 
     def _release(self, op: ops.Release) -> None:
         self.gathered.discard(op.unit)

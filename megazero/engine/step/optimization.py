@@ -65,13 +65,12 @@ class LossScale:
         """Return the loss scale of fp16; None for other precisions, whose range is at least fp32's."""
         if config.precision != "fp16":
             return None
-        c = config
         return cls(
-            value=c.initial_loss_scale,
-            least=c.min_loss_scale,
-            window=c.loss_scale_window,
-            hysteresis=c.hysteresis,
-            left=c.hysteresis,
+            value=config.initial_loss_scale,
+            least=config.min_loss_scale,
+            window=config.loss_scale_window,
+            hysteresis=config.hysteresis,
+            left=config.hysteresis,
         )
 
     @property

@@ -42,16 +42,6 @@ class ZeroOptions:
         return DTYPES[self.config.training.grad_dtype]
 
     @property
-    def product_dtype(self) -> torch.dtype:
-        """The dtype of matrix products in an update."""
-        return DTYPES[self.config.training.product_precision]
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of a step."""
-        return self.config.micro_batches(self.mesh.layout.dp)
-
-    @property
     def optimizer(self) -> Optimizer:
         return self.sizes.rules
 
@@ -92,7 +82,8 @@ class FlatUnit:
         self.name, self.group, self.policy, self.mesh = name, group, group.policy, mesh
         self.shard, self.replica = mesh.axis(group.axis), mesh.axis(group.replica_axis)
         self.layout = unit_layout([weight.spec for weight in weights], mesh.layout.sizes, group.shards)
-        self.ranges, self.on_host = spec.units[name].owned, spec.units[name].on_host
+        planned = spec.units[name]
+        self.ranges, self.on_host, self.trains = planned.owned, planned.on_host, planned.trains
         self.uneven = () if self.ranges == equal_ranges(self.numel, len(self.ranges)) else self.ranges
         self.members = [Member(weight, self.layout.windows[weight.spec.name]) for weight in weights]
         self.owned = self.ranges[self.shard.rank]
@@ -100,11 +91,6 @@ class FlatUnit:
     @property
     def numel(self) -> int:
         return self.layout.numel
-
-    @property
-    def trains(self) -> bool:
-        """True if any parameter trains."""
-        return any(member.weight.trains for member in self.members)
 
     @property
     def decayed(self) -> Range:

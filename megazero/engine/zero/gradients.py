@@ -25,7 +25,8 @@ class UnitGradients:
         self.unit, self.options, self.mesh, self.home = unit, options, options.mesh, home
         self.unsharded: Buffer | None = None
         self.reduced: Reduced | None = None
-        arena, micro_batches = options.config.activations.contiguous_checkpointing, options.micro_batches
+        arena = options.config.activations.contiguous_checkpointing
+        micro_batches = options.config.micro_batches(options.mesh.layout.dp)
         self.kept = persistent_gradients(unit.policy, arena, micro_batches, unit.on_host)
         self._persistent: tuple[torch.Tensor | None, torch.Tensor | None] = None, None  # see bind_persistent
         self._ranges = {member.weight: member.window.slice() for member in unit.members}
@@ -120,7 +121,6 @@ class UnitGradients:
         return self.reduced.read()
 
     def start_reduce_replicas(self) -> Pending:
-        """Sum over the replicas of the sharding group."""
         return self.unit.replica.start_all_reduce(self.sharded_grad)
 
     def start_sum_replicated(self) -> Pending:

@@ -1,19 +1,19 @@
 """Optimizer states of a unit's owned range: master weights, and the states of the update rules."""
 
-from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
 from megazero.engine.kernels.noise import Noise, NoisePiece
 from megazero.engine.mesh.collectives import Pending
+from megazero.engine.model.layers.context import DTYPES
 from megazero.engine.optim.muon import OwnedMatrices
 from megazero.engine.optim.small import Kept, SplitMaster, Wide, carve, kept, round_away
 from megazero.engine.optim.step import StepParams
 from megazero.engine.optim.updates import MATRIX_UPDATES, UPDATES
 from megazero.engine.options.optimizers import TOGETHER, UpdateRule
 from megazero.engine.plan.layout.flat_layout import Range
-from megazero.engine.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
+from megazero.engine.zero.flat_unit import FlatUnit, ZeroOptions
 from megazero.engine.zero.home import Buffer, Home
 
 LOWER = 0xFFFF  # half of an int32
@@ -98,7 +98,7 @@ class OptimizerShard:
             self.master.write(owned.owned.slice(), owned.weight.initial(owned.start, owned.stop).to(self.device), None)
         self.cast()
         for part in self.parts:
-            self._begin_average(part, part.owned)
+            self.begin_average(part, part.owned)
 
     def _part(self, rule: UpdateRule, part: Range) -> RuledPart:
         numel, noise = part.numel if self.options.config.trains else 0, None
@@ -139,7 +139,7 @@ class OptimizerShard:
     def _pieces(self, part: RuledPart) -> list[Range]:
         """Divide a part if its update needs buffers of its size."""
         buffers = part.rule.copies or part.rule.is_small or not isinstance(self.master, Wide)
-        return [part.owned] if part.rule.whole_matrices or not buffers else _cut(part.owned)
+        return [part.owned] if part.rule.whole_matrices or not buffers else cut(part.owned)
 
     def _update(self, params: StepParams, part: RuledPart, piece: Range, gradient: torch.Tensor) -> None:
         """Update elements `piece` of the owned range."""
@@ -147,7 +147,8 @@ class OptimizerShard:
         master, states = self.master.read(at), tuple(state.read(within) for state in part.states)
         arguments = master, gradient, states, self.unit.decayed.within(piece).numel
         if part.rule.whole_matrices:
-            MATRIX_UPDATES[part.rule.name](params, *arguments, part.matrices, self.options.product_dtype)
+            products = DTYPES[self.options.config.training.product_precision]
+            MATRIX_UPDATES[part.rule.name](params, *arguments, part.matrices, products)
         else:
             UPDATES[part.rule.name](params, *arguments)
         if part.average is not None and params.average:
@@ -166,78 +167,20 @@ class OptimizerShard:
         if not self.options.optimizer.splits:
             target.copy_(self.master.data)
             return
-        for piece in _cut(Range(0, len(target))):
+        for piece in cut(Range(0, len(target))):
             round_away(self.master.data[piece.slice()], target[piece.slice()])
 
-    def _begin_average(self, part: RuledPart, piece: Range) -> None:
+    def begin_average(self, part: RuledPart, piece: Range) -> None:
         """Set the average of elements `piece` of the owned range to their weights."""
         if part.average is not None:
-            for each in _cut(piece):
+            for each in cut(piece):
                 part.average.write(part.within(each).slice(), self.master.read(each.slice()), None)
-
-    def exchange(self) -> None:
-        """Exchange the master weights and their running average, exactly. `cast` is to follow."""
-        for part in self.parts:
-            if part.average is None:
-                continue
-            for piece in _cut(part.owned):
-                average = part.average.read(part.within(piece).slice())
-                master = self.master.read(piece.slice()).clone()
-                self.master.write(piece.slice(), average, None)
-                average.copy_(master)
 
     def start_fetch(self) -> Pending:
         """Copy the updated weights to the device."""
         return self.home.start_fetch_weights(self.weights)
 
-    def _kept(self, part: OwnedPart) -> Iterator[tuple[str, Kept, Range, RuledPart | None]]:
-        """Yield the name, the numbers and the place in them of each state of a part, and the rule's part."""
-        yield "master", self.master, part.owned, None
-        if not self.options.config.trains:
-            return
-        rule = self.options.optimizer.rule(part.weight.spec.kind)
-        mine = (each for each in self.parts if each.rule == rule)
-        ruled = next(each for each in mine if each.within(part.owned).numel == part.owned.numel)
-        for state, numbers in zip(rule.kept, ruled.kept, strict=True):
-            yield state.name, numbers, ruled.within(part.owned), ruled
 
-    def state(self, part: OwnedPart) -> dict[str, torch.Tensor]:
-        """Return the tensors of a part in a checkpoint, [stop - start] each; no states if the run does not train.
-
-        They are copies of numbers that are kept in another form.
-        """
-        return {name: numbers.read(place.slice()) for name, numbers, place, _ in self._kept(part)}
-
-    def saved(self, part: OwnedPart) -> dict[str, torch.Tensor]:
-        """Return `state`, with the copies in host memory."""
-        found = ((name, numbers, numbers.read(place.slice())) for name, numbers, place, _ in self._kept(part))
-        return {name: data if isinstance(numbers, Wide) else data.cpu() for name, numbers, data in found}
-
-    def load(self, part: OwnedPart, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
-        """Take over the copies that `saved` has returned and a checkpoint has filled.
-
-        Args:
-            tensors: by the names of `state_name`; those that are missing keep their numbers, but a running average
-                begins at the weights.
-            updates: of the run so far; they decide how numbers that have another form are rounded.
-        """
-        for name, numbers, place, ruled in self._kept(part):
-            data = tensors.get(state_name(name, part.weight.spec.name))
-            if data is None and ruled is not None and numbers is ruled.average:
-                self._begin_average(ruled, part.owned)
-            if data is None or isinstance(numbers, Wide):
-                continue
-            for piece in _cut(place):
-                values = data[piece.start - place.start : piece.stop - place.start].to(self.device, self.dtype)
-                bits = ruled.noise.bits(piece, updates) & LOWER if ruled and ruled.noise else None
-                numbers.write(piece.slice(), values, bits)
-
-
-def state_name(state: str, weight: str) -> str:
-    """Return the name of a tensor in a checkpoint."""
-    return f"{'model' if state == 'master' else state}.{weight}"
-
-
-def _cut(whole: Range) -> list[Range]:
+def cut(whole: Range) -> list[Range]:
     """Cut a range into ranges of at most TOGETHER elements."""
     return [Range(at, min(at + TOGETHER, whole.stop)) for at in range(whole.start, whole.stop, TOGETHER)]

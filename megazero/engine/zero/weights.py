@@ -6,25 +6,6 @@ from megazero.engine.mesh.collectives import Pending
 from megazero.engine.zero.flat_unit import FlatUnit, ZeroOptions
 
 
-class UnshardedArena:
-    """One allocation for gathered weights. The program assigns the offset of every unit (`plan.program.arena`)."""
-
-    def __init__(self, options: ZeroOptions) -> None:
-        self.options = options
-        self.data = torch.empty(0, dtype=options.dtype, device=options.mesh.device)
-        self._allocation = options.tracker.allocate("buffers", 0)
-
-    def grow(self, numel: int) -> None:
-        """Ensure at least `numel` elements. Growing reallocates the arena, which must be empty."""
-        if self.data.numel() >= numel:
-            return
-        options = self.options
-        self.data = self.data.new_empty(0)  # free the old buffer before allocating the larger one
-        self._allocation.end()
-        self.data = torch.full((numel,), torch.nan, dtype=options.dtype, device=options.mesh.device)
-        self._allocation = options.tracker.allocate("buffers", self.data.nbytes)
-
-
 class UnitWeights:
     """Weights of one unit.
 
@@ -63,10 +44,16 @@ class UnitWeights:
             member.weight.data = view
 
     def start_all_gather(self, arena: torch.Tensor, offset: int) -> Pending:
-        """Stage 3: all-gather the weights into `arena` at element `offset`. Usable after `point_at_gathered`."""
+        """Stage 3: all-gather the weights into `arena` at element `offset`. The wait points the parameters at them."""
         assert self.unsharded is None, f"{self.unit.name} is already gathered"
         self.unsharded = arena[offset : offset + self.unit.numel]
-        return self.unit.shard.start_all_gather(self.sharded, self.unsharded, self.unit.uneven)
+        gather = self.unit.shard.start_all_gather(self.sharded, self.unsharded, self.unit.uneven)
+
+        def received() -> None:
+            gather.wait()
+            self._point()
+
+        return Pending(then=received)
 
     def forget_arena(self) -> None:
         """Drop all views of the arena before it is reallocated."""
@@ -74,10 +61,6 @@ class UnitWeights:
             return
         assert self.unsharded is None, f"{self.unit.name} is gathered"
         self._views = {}
-        self._point()
-
-    def point_at_gathered(self) -> None:
-        """Point the parameters at the weights that `start_all_gather` has received."""
         self._point()
 
     def release(self) -> None:

@@ -19,7 +19,8 @@ there, and FetchWeights copies the weights of the owned range back, in every sta
 The classes here own memory and start collectives; the program (`engine.plan.program`) determines when.
 """
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Mapping
 
 import torch
 
@@ -28,7 +29,7 @@ from megazero.engine.mesh.collectives import Pending
 from megazero.engine.model.layers.weight import GradWriter, Weight
 from megazero.engine.plan.layout.zero_policy import ShardingGroup, plan_buckets
 from megazero.engine.plan.program.rank_spec import RankSpec
-from megazero.engine.zero.flat_unit import FlatUnit, OwnedPart, ZeroOptions
+from megazero.engine.zero.flat_unit import FlatUnit, ZeroOptions
 from megazero.engine.zero.gradients import UnitGradients
 from megazero.engine.zero.home import Home
 from megazero.engine.zero.host_buffer import HostBuffer
@@ -36,7 +37,7 @@ from megazero.engine.zero.norms import square_sums
 from megazero.engine.zero.optimizer_shard import OptimizerShard
 from megazero.engine.zero.reduce_scatter import Reducer
 from megazero.engine.zero.state_file import file_buffers
-from megazero.engine.zero.weights import UnitWeights, UnshardedArena
+from megazero.engine.zero.weights import UnitWeights
 
 
 class ParamUnit:
@@ -51,15 +52,10 @@ class ParamUnit:
         self.name, self.flat, self.home = flat.name, flat, home
         self.weights = UnitWeights(flat, options)
         self.gradients = UnitGradients(flat, options, home)
+        shard = functools.partial(OptimizerShard, flat, self.weights.sharded, options, home)
         resident, at_rest = home.states
-        self.optimizer = OptimizerShard(
-            unit=flat, weights=self.weights.sharded, options=options, home=home, memory=resident
-        )
-        self.at_rest = self.optimizer
-        if at_rest is not None:
-            self.at_rest = OptimizerShard(
-                unit=flat, weights=self.weights.sharded, options=options, home=home, memory=at_rest
-            )
+        self.optimizer = shard(memory=resident)
+        self.at_rest = self.optimizer if at_rest is None else shard(memory=at_rest)
         self.at_rest.initialize()
 
 
@@ -76,7 +72,9 @@ class Zero:
         self.options, self.mesh, self.groups = options, options.mesh, spec.groups.values()
         # contributions that a Backward postpones (zero-bubble); None: add them to their buffers at once
         self.queue: list[tuple[Weight, GradWriter]] | None = None
-        self.arena = UnshardedArena(options)
+        # one allocation for gathered weights; the program assigns the offset of every unit (`plan.program.arena`)
+        self.arena = torch.empty(0, dtype=options.dtype, device=options.mesh.device)
+        self._arena_allocation = options.tracker.allocate("buffers", 0)
         flats = [FlatUnit(name, weights, options.mesh, spec) for name, weights in units.items()]
         order = {unit: number for number, unit in enumerate(spec.offloaded_units)}  # order of updates
         on_host = [flat for flat in flats if flat.on_host]
@@ -130,10 +128,14 @@ class Zero:
 
     def reserve(self, numel: int) -> None:
         """Grow the arena to `numel` elements. No weights may be gathered."""
-        if numel > self.arena.data.numel():
-            for unit in self.units.values():
-                unit.weights.forget_arena()
-            self.arena.grow(numel)
+        if numel <= self.arena.numel():
+            return
+        for unit in self.units.values():
+            unit.weights.forget_arena()
+        self.arena = self.arena.new_empty(0)  # free the old buffer before allocating the larger one
+        self._arena_allocation.end()
+        self.arena = self.arena.new_full((numel,), torch.nan)
+        self._arena_allocation = self.options.tracker.allocate("buffers", self.arena.nbytes)
 
     def sync_params(self) -> None:
         """Cast the master weights, all-gather them to the ranks that keep whole weights, and wait."""
@@ -146,11 +148,6 @@ class Zero:
         for unit in self.units.values():
             unit.home.flush()
 
-    def exchange_averages(self) -> None:
-        """Exchange the master weights and their running averages; `sync_params` is to follow."""
-        for unit in self.units.values():
-            unit.at_rest.exchange()
-
     def accumulate_grad(self, weight: Weight, write: GradWriter) -> None:
         """Add a contribution to a weight's gradient, now or when the queue is processed."""
         if self.queue is not None:
@@ -160,7 +157,6 @@ class Zero:
 
     @property
     def trained_units(self) -> list[ParamUnit]:
-        """Units with at least one parameter that trains."""
         return [unit for unit in self.units.values() if unit.flat.trains]
 
     def gradient_square_sum(self, tied: str | None) -> torch.Tensor:
@@ -185,18 +181,3 @@ class Zero:
         self.queue = None
         for unit in self.units.values():
             unit.gradients.discard()
-
-    def owned_states(self) -> Iterator[tuple[OwnedPart, dict[str, torch.Tensor]]]:
-        """Yield every part that this rank owns, with its tensors in a checkpoint, by name: master weights and moments.
-
-        Tensors that the optimizer keeps in another form are copies in host memory.
-        """
-        for unit in self.units.values():
-            for part in unit.flat.owned_parts():
-                yield part, unit.at_rest.saved(part)
-
-    def load_states(self, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
-        """Take over the numbers of tensors that `owned_states` yields. updates: so far, of the run."""
-        for unit in self.units.values():
-            for part in unit.flat.owned_parts():
-                unit.at_rest.load(part, tensors, updates)

@@ -21,6 +21,7 @@ from megazero.observe.report.heat_map import MOST_COLUMNS, HeatMap, heat_map, lo
 from megazero.observe.report.lost_time import KEPT, kept_share, spent
 from megazero.observe.report.runs import METRICS, Run, curve, keys_of, read_run, smooth
 from megazero.observe.shown_tasks import task_scores
+from megazero.planner.layouts import layout_words, rank_layers
 from megazero.units import count, duration, ranges, size, things
 
 REPORT = "report.html"
@@ -261,11 +262,14 @@ def _layout(start: Record) -> dict[str, Any] | None:
         layers, stage = options["model"]["num_layers"], options["zero"]["zero_stage"]
     except (KeyError, TypeError):  # an older version's
         return None
-    text = f"{things(layout.world_size, 'rank')}: {layout}, ZeRO stage {stage}"
+    text = f"{things(layout.world_size, 'rank')}: {layout_words(layout)}, ZeRO stage {stage}"
     if stage and layout.shard > 1:
         text += f"; {SHARDED[stage]} sharded over {layout.shard} data-parallel ranks"
     stages = [
-        (", ".join(ranges(layout.layers(layers, pp))), [layout.tensor_ranks(pp, at) for at in range(layout.data)])
+        (
+            ", ".join(ranges(rank_layers(layout, layers, pp))),
+            [layout.tensor_ranks(pp, at) for at in range(layout.data)],
+        )
         for pp in range(layout.pp)
     ]
     return {"text": f"{text}.", "stages": stages if 1 < layout.world_size <= MAX_DRAWN_RANKS else [], "tp": layout.tp}

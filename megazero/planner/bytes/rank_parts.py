@@ -29,8 +29,8 @@ def rank_parts(config: Config, layout: Layout, rank: int, declare: Declare) -> I
         owned = ranges[places[group.axis]]
         for spec in specs:
             block = spec.local(places, sizes)
-            part = overlap(flat.windows[spec.name], block.numel, owned)
-            yield RankPart(spec, block, part.start, part.stop)
+            start, stop, _ = overlap(flat.windows[spec.name], block.numel, owned)
+            yield RankPart(spec, block, start, stop)
 
 
 @functools.lru_cache(maxsize=4)

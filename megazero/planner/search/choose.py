@@ -56,7 +56,8 @@ class Chosen(NamedTuple):
         flags = self.as_flags(config, dropped)
         fixed = f"instead of --layout auto: {flags}" if flags else "leave out --layout auto"
         return (
-            f"chosen by --layout auto: {self.layout}; predicted for {device.name}: {self.seconds:.3g} s a step, "
+            f"chosen by --layout auto: {self.layout}; "
+            f"predicted for {device.name}: {self.seconds:.3g} s a step, "
             f"{size(self.peak)} of {size(self.peak + self.free)} per rank. To fix this layout, {fixed}"
         )
 

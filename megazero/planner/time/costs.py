@@ -109,7 +109,7 @@ class StepCosts:
         self.roofline = Roofline(device, min(layout.world_size, device.devices_per_node))
         self.sizes, self.uneven = StepSizes(config, layout, spec), update_imbalance(spec)
         frozen = config.training.freeze_parameters
-        self.specs = stage_units(declare(config.model, layout.tp), layout, spec.rank, frozen)
+        self.specs = stage_units(declare(config.model, layout.tp), layout, spec.pipeline.rank, frozen)
         self.events: dict[tuple[str, bool], LayerEvents] = {}
         self.known: dict[tuple[type, str, bool], Cost] = {}
         self.seconds: dict[tuple[object, ...], float] = {}
@@ -132,8 +132,8 @@ class StepCosts:
             return self.of_layer(op).seconds
         if isinstance(op, Transfer):
             step = route(self.spec.placement, op.what, op.to).step
-            there = (self.spec.rank + (step if isinstance(op, Send) else -step)) % self.spec.ranks
-            return self.network.message(self.sizes.hidden, self.spec.rank, there)
+            there = (self.spec.pipeline.rank + (step if isinstance(op, Send) else -step)) % self.spec.pipeline.ranks
+            return self.network.message(self.sizes.hidden, self.spec.pipeline.rank, there)
         if isinstance(op, (Keep, Fetch)):
             return self._copy(op)
         if isinstance(op, HOST_COPIES):

@@ -11,15 +11,18 @@ from typing import NamedTuple
 
 from megazero.engine.plan.program.operations import (
     COMPUTE,
+    HOST_COPIES,
     Asynchronous,
+    Fetch,
     Op,
     Ops,
     Recv,
     Send,
     Start,
+    SumReplicated,
+    SumTied,
     Transfer,
     Wait,
-    axis_of,
     inner,
     name_of,
 )
@@ -124,6 +127,15 @@ class _Rank:
         else:
             self.run(op, cost(op))
         return True
+
+
+def axis_of(op: Op) -> str:
+    """Return the stream of an asynchronous operation: dp, tp, pp, or host for host memory and files."""
+    if isinstance(op, (Fetch, *HOST_COPIES)):
+        return "host"
+    if isinstance(op, (Transfer, SumTied)):
+        return "pp"
+    return "tp" if isinstance(op, SumReplicated) else "dp"
 
 
 def simulate(programs: list[Ops], cost: CostOf | Sequence[CostOf], issue: float = 0.0, overlap: float = 0.0) -> Timing:

@@ -44,6 +44,7 @@ from megazero.engine.plan.layout.parameters import ParamSpec
 from megazero.engine.plan.layout.topology import Coord, Layout
 from megazero.engine.plan.program.rank_spec import PlannedLayer, RankSpec
 from megazero.flags.config import Config, ModelConfig
+from megazero.planner.layouts import least_layout
 from megazero.planner.sizes import LayerSizes
 from megazero.planner.trace.differences import Differences
 from megazero.planner.trace.kernel_records import Events, LayerEvents, Operator, Recorder
@@ -64,7 +65,7 @@ def layer_sizes(
     config: Config, layout: Layout, spec: RankSpec, device_type: str, cp_rank: int = 0
 ) -> dict[str, LayerSizes]:
     """Trace every layer of a rank, each kind once. spec: of its pipeline rank; cp_rank: 0 has the most tokens."""
-    specs = stage_units(declare(config.model, layout.tp), layout, spec.rank, config.training.freeze_parameters)
+    specs = stage_units(declare(config.model, layout.tp), layout, spec.pipeline.rank, config.training.freeze_parameters)
     traces = {
         name: trace(config, layout, layer, specs=specs, device_type=device_type, cp_rank=cp_rank)
         for name, layer in spec.layers.items()
@@ -230,7 +231,7 @@ class Traced:
         staging, recomputed = kind.device_type == "cpu", frozenset[int]()
         if kind.recompute == "full" and kind.use is Use.LAYER:
             recomputed = block_numbers([kind.layer])
-        length, layout = model.seq_length, Layout.least(kind.tp, kind.cp, kind.ep, kind.expert_tp)
+        length, layout = model.seq_length, least_layout(kind.tp, kind.cp, kind.ep, kind.expert_tp)
         recorder.differences.sums_replicated = kind.sequence_parallel and layout.etp < layout.tp
         most = kind.tokens in (0, share(length, kind.cp, 0, kind.multiple))
         rank = layout.rank(Coord(0, 0, 0 if most else kind.cp - 1, 0))  # ranks with as many tokens cost the same

@@ -15,8 +15,8 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged, folders, manifest
+from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.verify import faults
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.config import CheckpointConfig, Config, ModelConfig
 from megazero.run.resume import find_checkpoint
 from megazero.run.run_state import RunState, run_tokenizer

@@ -9,7 +9,7 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint import verify
-from megazero.engine.zero.shards import LocalShard
+from megazero.checkpoint.shards import LocalShard
 from megazero.flags.config import ModelConfig
 from megazero.run.run_state import RunState
 from tests.helpers.programs import warm

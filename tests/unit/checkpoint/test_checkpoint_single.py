@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megazero import checkpoint, files
 from megazero.checkpoint import folders, manifest, shard_regions, storage
 from megazero.checkpoint.regions import Region
-from megazero.engine.zero.shards import LocalShard
+from megazero.checkpoint.shards import LocalShard
 from tests.helpers.table import for_each
 
 SHAPES = {"w": (5, 7), "b": (7,), "qkv": (2, 3, 2, 5), "scale": ()}

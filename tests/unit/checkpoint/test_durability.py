@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.engine.zero.shards import LocalShard
+from megazero.checkpoint.shards import LocalShard
 from tests.helpers.table import for_each
 
 Event = tuple[str, ...]  # ("flush", path) or ("rename", from, to)

@@ -14,6 +14,7 @@ from megazero.flags.config import ActivationConfig, Config, ModelConfig, Paralle
 from megazero.flags.pipeline_split import LayerCosts, layer_costs, rank_costs, split_by_cost
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.bytes_report import bytes_table, split_line
+from megazero.planner.layouts import rank_layers
 from tests.helpers.table import for_each
 
 SMALL = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024, vocab_size=50257)
@@ -84,9 +85,9 @@ def test_a_layout_has_the_split_by_cost_or_as_given() -> None:
     assert made(vocabulary=101).split == ()  # even, which is the default
     assert made("3,3,3,3").split == () and str(made("3,3,3,3")) == "pp 4 x dp 1 x tp 1"
     given = made("0, 5,6,1")
-    assert [given.layers(12, rank) for rank in range(4)] == [[], [*range(5)], [*range(5, 11)], [11]]
+    assert [rank_layers(given, 12, rank) for rank in range(4)] == [[], [*range(5)], [*range(5, 11)], [11]]
     virtual = Layout(pp=2, chunks=2, split=(1, 4, 2, 0))
-    assert [virtual.layers(7, rank) for rank in range(2)] == [[0, 5, 6], [1, 2, 3, 4]]
+    assert [rank_layers(virtual, 7, rank) for rank in range(2)] == [[0, 5, 6], [1, 2, 3, 4]]
 
 
 @for_each(

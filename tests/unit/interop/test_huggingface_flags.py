@@ -11,7 +11,7 @@ import torch
 
 import pretrain_gpt
 from megazero import checkpoint
-from megazero.engine.zero.shards import LocalShard
+from megazero.checkpoint.shards import LocalShard
 from megazero.flags.cli import Command, parse, read
 from megazero.flags.config import Config, ModelConfig
 from megazero.flags.flag_names import flags

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megazero.checkpoint.shards import LocalShard
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.context import MicroBatchInfo
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.cli import read
 from megazero.flags.resolve import resolve
 from megazero.interop.huggingface.configuration import SAME_TYPE

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.engine.zero.shards import LocalShard
+from megazero.checkpoint.shards import LocalShard
 from megazero.flags.cli import read
 from megazero.flags.config import Config, ModelConfig
 from megazero.flags.validate import check_values

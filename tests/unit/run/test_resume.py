@@ -21,10 +21,10 @@ from megazero import checkpoint
 from megazero.checkpoint.folders import PARTIAL
 from megazero.checkpoint.in_memory import run_folder
 from megazero.checkpoint.locking import SaveLock
+from megazero.checkpoint.shards import LocalShard
 from megazero.data.corpora import parse_data_path
 from megazero.data.fingerprint import fingerprint
 from megazero.data.writer import IndexedWriter
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.cli import parse
 from megazero.flags.config import (
     CheckpointConfig,

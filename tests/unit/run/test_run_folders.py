@@ -16,11 +16,11 @@ from msgspec.structs import replace as changed
 from megazero import checkpoint
 from megazero.checkpoint import Damaged, verify
 from megazero.checkpoint.manifest import Manifest, StoredTensor, Tiling, read_manifest, write_manifest
+from megazero.checkpoint.shards import LocalShard
 from megazero.cluster.same_start import agree
 from megazero.command.rehearsal.rehearsal import RehearsalDevice, rehearsed
 from megazero.data.corpora import Datasets, mock_datasets
 from megazero.data.fingerprint import same
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.cli import parse
 from megazero.flags.config import Config, DataConfig, ModelConfig
 from megazero.flags.flag_names import LAYOUT_FLAGS, flags, value_of, with_values

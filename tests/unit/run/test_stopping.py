@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megazero import checkpoint
+from megazero.checkpoint.shards import LocalShard
 from megazero.cluster import agent_notes, scheduler
-from megazero.engine.zero.shards import LocalShard
 from megazero.flags.config import CheckpointConfig, Config, EvaluationConfig, PlanConfig
 from megazero.log import log
 from megazero.run.stopping import (

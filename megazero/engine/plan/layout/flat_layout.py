@@ -177,20 +177,16 @@ class FlatLayout:
         return _joined(section.range for section in self.sections if axis in section.summed)
 
 
-class Overlap(NamedTuple):
-    """The part of a parameter within a range of its unit's flat buffer."""
+def overlap(window: Range, numel: int, owned: Range) -> tuple[int, int, Range]:
+    """Return the part of a parameter of `numel` elements in `owned`, possibly empty, without its window's padding.
 
-    start: int  # in the parameter's local block, flat
-    stop: int
-    within: Range  # the same part, counted from the start of the range
-
-
-def overlap(window: Range, numel: int, owned: Range) -> Overlap:
-    """Return the part of a parameter of `numel` elements in `owned`, possibly empty, without its window's padding."""
+    Returns:
+        its start and its stop in the parameter's local block, flat; the same part, counted from the start of `owned`.
+    """
     true = Range(window.start, window.start + numel)
     mine = true.within(owned)
     first = mine.start + owned.start - true.start if mine.numel else 0
-    return Overlap(first, first + mine.numel, mine)
+    return first, first + mine.numel, mine
 
 
 def equal_ranges(numel: int, size: int) -> tuple[Range, ...]:
@@ -226,7 +222,6 @@ def deal_matrices(flats: Mapping[str, FlatLayout], size: int) -> dict[str, tuple
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Join ranges that touch."""
     found: list[Range] = []
     for r in ranges:
         touches = found and found[-1].stop == r.start

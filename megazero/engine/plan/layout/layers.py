@@ -139,7 +139,6 @@ class Layers:
         return [name for name, kind in self.kinds.items() if kind.end is end]
 
     def of_rank(self, layout: Layout, pp: int) -> list[str]:
-        """Return all layers of pipeline rank `pp`."""
         return [name for chunk in range(layout.chunks) for name in self.chunk(layout, pp, chunk)]
 
     def held(self, layout: Layout, pp: int) -> list[str]:

@@ -5,7 +5,6 @@ Ranks are numbered pp-major, tp-minor: tensor-parallel neighbours share a node.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,10 +18,11 @@ AXES = ("pp", "dp", "cp", "tp")
 # them: parts of an expert, experts, and the ranks with the same part of the same experts, in two factors.
 SUB_AXES = ("data", "shard", "replica", "embedding", "etp", "ep", "expert_shard", "expert_replica")
 # axis -> kind of traffic of its collectives, if different from its name
-TRAFFIC = {"data": "dp", "shard": "dp", "replica": "dp", "embedding": "pp", "world": "control", "host": "control"} | {
+TRAFFIC = dict.fromkeys(("data", "shard", "replica", "expert_shard", "expert_replica"), "dp") | {
+    "embedding": "pp",
     "etp": "tp",
-    "expert_shard": "dp",
-    "expert_replica": "dp",
+    "world": "control",
+    "host": "control",
 }
 # the last two: copies between device and host memory, and between host memory and files
 KINDS_OF_TRAFFIC = ("dp", "cp", "ep", "tp", "pp", "control", "pcie", "nvme")
@@ -36,9 +36,6 @@ class Coord(NamedTuple):
     dp: int
     cp: int
     tp: int
-
-    def __str__(self) -> str:
-        return ", ".join(f"{axis} {place}" for axis, place in self._asdict().items())
 
 
 class Route(NamedTuple):
@@ -94,12 +91,6 @@ class Layout:
     def __post_init__(self) -> None:
         assert self.data % (self.shards or self.data) == 0, self
         assert self.data * self.tp % (self.ep * self.etp) == 0, self
-
-    @classmethod
-    def least(cls, tp: int, cp: int, ep: int, expert_tp: int) -> Layout:
-        """Return the layout of one stage with as few replicas as these axes allow."""
-        whole, each = ep * (expert_tp or tp), cp * tp
-        return cls(dp=whole // math.gcd(whole, each), tp=tp, cp=cp, ep=ep, expert_tp=expert_tp)
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -167,10 +158,8 @@ class Layout:
 
     def places(self, coord: Coord) -> dict[str, int]:
         """Return a rank's place along each of `sizes`."""
-        data = self.data_rank(coord)
-        found = coord._asdict() | {"data": data, "shard": data % self.shard, "replica": data // self.shard}
-        within, parts = data * self.tp + coord.tp, ("etp", "ep", "expert_shard", "expert_replica")
-        return found | {axis: within // self.stride(axis) % self.sizes[axis] for axis in parts}
+        rank = self.rank(coord)
+        return {axis: rank // self.stride(axis) % size for axis, size in self.sizes.items()}
 
     @property
     def world_size(self) -> int:
@@ -182,10 +171,6 @@ class Layout:
     def rank(self, coord: Coord) -> int:
         return sum(place * self.stride(axis) for axis, place in coord._asdict().items())
 
-    def data_rank(self, coord: Coord) -> int:
-        """Return a rank's place among those that hold the same weights."""
-        return coord.dp * self.cp + coord.cp
-
     def stride(self, axis: str) -> int:
         """Return the difference of two neighbours' ranks along an axis or a sub-axis."""
         own = dict.fromkeys(("cp", "data", "shard"), self.tp)  # neighbours along cp are neighbours in `data`
@@ -195,7 +180,6 @@ class Layout:
         return strides[axis] if axis != "embedding" else self.last_pp * strides["pp"]
 
     def stage_ranks(self, pp: int) -> range:
-        """Return the ranks of a pipeline stage."""
         size = self.stride("pp")
         return range(pp * size, (pp + 1) * size)
 
@@ -220,19 +204,6 @@ class Layout:
         at = self.stages(rank)[chunk]
         start = sum(split[:at])
         return range(start, start + split[at])
-
-    def layers(self, num_layers: int, rank: int) -> list[int]:
-        """Return the numbers of all layers of pipeline rank `rank`, chunk by chunk."""
-        return [n for chunk in range(self.chunks) for n in self.chunk_layers(num_layers, rank, chunk)]
-
-    def __str__(self) -> str:
-        shape = ", as a V" if self.v_shaped else ""
-        chunks = f" ({self.chunks} virtual stages each{shape})" if self.chunks > 1 else ""
-        parts = f" ({self.replica} x {self.shard})" if self.replica > 1 else ""
-        split = f" (layers {','.join(map(str, self.split))})" if self.split else ""
-        context = f" x cp {self.cp}" if self.cp > 1 else ""
-        experts = f", ep {self.ep} x etp {self.etp}" if self.divides_experts else ""
-        return f"pp {self.pp}{chunks}{split} x dp {self.dp}{context}{parts} x tp {self.tp}{experts}"
 
 
 def disjoint(groups: Iterable[Ranks]) -> list[list[Ranks]]:

@@ -48,7 +48,6 @@ class Forward(LayerOp):
     graph: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Recompute(LayerOp):
     """Rebuild the layer's autograd graph from its kept input, without its output."""
 
@@ -60,7 +59,6 @@ class Backward(LayerOp):
     weights: bool = True
 
 
-@dataclass(frozen=True, slots=True)
 class BackwardWeights(LayerOp):
     """Compute the weight gradients that Backward queued."""
 
@@ -75,12 +73,10 @@ class Keep(LayerOp):
     slot: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class Fetch(LayerOp):
     """Copy a kept input from host memory to the device."""
 
 
-@dataclass(frozen=True, slots=True)
 class Rebuild(LayerOp):
     """All-gather a kept input from its parts on the tensor-parallel ranks."""
 
@@ -95,12 +91,10 @@ class Drop(LayerOp):
 # -- between stages
 
 
-@dataclass(frozen=True, slots=True)
 class Recv(Transfer):
     """Receive a register from a neighbour."""
 
 
-@dataclass(frozen=True, slots=True)
 class Send(Transfer):
     """Send a register to the neighbour that holds virtual stage `to`, and empty the register."""
 
@@ -115,12 +109,10 @@ class Gather(UnitOp):
     offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
 class Release(UnitOp):
     """Free a unit's part of the arena."""
 
 
-@dataclass(frozen=True, slots=True)
 class Sync(UnitOp):
     """All-gather a unit's updated weights to all ranks that keep them whole."""
 
@@ -128,32 +120,26 @@ class Sync(UnitOp):
 # -- gradients
 
 
-@dataclass(frozen=True, slots=True)
 class Open(UnitOp):
     """Allocate a buffer for the unit's gradients. The first contribution overwrites it, later ones add."""
 
 
-@dataclass(frozen=True, slots=True)
 class Reduce(UnitOp):
     """Sum the unit's gradients over its sharding group, and free the buffer."""
 
 
-@dataclass(frozen=True, slots=True)
 class ReduceReplicas(UnitOp):
     """Sum the sharded gradients over the replicas of the sharding group (--zero-shard-size)."""
 
 
-@dataclass(frozen=True, slots=True)
 class SumReplicated(UnitOp):
     """Sum the gradients of tp-replicated parameters over tp (sequence parallelism)."""
 
 
-@dataclass(frozen=True, slots=True)
 class SumTied(UnitOp):
     """Sum the gradient of the tied token table over the first and the last pipeline stage."""
 
 
-@dataclass(frozen=True, slots=True)
 class StoreGradient(UnitOp):
     """Copy the reduced gradient to host memory, and free it (--optimizer-cpu-offload).
 
@@ -161,7 +147,6 @@ class StoreGradient(UnitOp):
     """
 
 
-@dataclass(frozen=True, slots=True)
 class FetchGradient(UnitOp):
     """Copy the gradient of earlier micro-batches from host memory to the device, where the next Reduce adds to it."""
 
@@ -171,22 +156,18 @@ class GradNorm:
     """Compute the norm of all gradients over all ranks. The engine then decides whether to update."""
 
 
-@dataclass(frozen=True, slots=True)
 class Update(UnitOp):
     """Step the optimizer on the owned range of the unit, and free its gradient. The host computes within it."""
 
 
-@dataclass(frozen=True, slots=True)
 class FetchWeights(UnitOp):
     """Copy the weights of the owned range, which the host has updated, to the device."""
 
 
-@dataclass(frozen=True, slots=True)
 class ReadStates(UnitOp):
     """Read master weights, optimizer states and gradient of the unit from a file (--optimizer-nvme-offload)."""
 
 
-@dataclass(frozen=True, slots=True)
 class WriteStates(UnitOp):
     """Write updated master weights and optimizer states to the file."""
 
@@ -226,15 +207,6 @@ COMPUTE = (Forward, Recompute, Backward, BackwardWeights)
 def inner(op: Op) -> Op:
     """Return the operation inside a Start or a Wait; any other operation itself."""
     return op.op if isinstance(op, (Start, Wait)) else op
-
-
-def axis_of(op: Op) -> str:
-    """Return the stream of an asynchronous operation: dp, tp, pp, or host for host memory and files."""
-    if isinstance(op, (Fetch, *HOST_COPIES)):
-        return "host"
-    if isinstance(op, (Transfer, SumTied)):
-        return "pp"
-    return "tp" if isinstance(op, SumReplicated) else "dp"
 
 
 def name_of(op: Op) -> str:

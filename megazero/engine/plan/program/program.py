@@ -19,6 +19,7 @@ the final list, `planner.bytes.estimate` counts its bytes, `planner.time.simulat
     python scripts/print_program.py --zero-stage 3 --num-layers 2 --vocab-size 50257 --world-size 2
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from megazero.engine.plan.program.arena import delay, place_weights
@@ -40,11 +41,10 @@ from megazero.engine.plan.schedule.schedules import EVALUATION, order_of
 
 
 class Program(NamedTuple):
-    """One step in two parts: `gradients` and, unless the step is skipped, `update`."""
+    """One step in two parts: `gradients` and, unless the step is skipped, `update`; an evaluation has no update."""
 
     gradients: Ops
     update: Ops
-    trains: bool  # False: an evaluation
     num_slots: int  # for kept inputs
     arena_numel: int  # elements of the arena for gathered weights
 
@@ -55,7 +55,7 @@ def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int 
     Args:
         arena_limit: elements of an existing arena. Gathers for which it has no room yet start later.
     """
-    order = order_of(schedule, spec.pipeline(micro_batches))
+    order = order_of(schedule, replace(spec.pipeline, micro_batches=micro_batches))
     trains = schedule != EVALUATION
     placed = assign_slots(spec, expand_layers(spec, order, trains))
     ops = merge_gathers(insert_gathers(spec, placed))
@@ -65,12 +65,5 @@ def program(spec: RankSpec, schedule: str, micro_batches: int, arena_limit: int 
         ops = insert_reductions(spec, ops)
     ops = store_gradients(spec, start_replica_sums(spec, start_early(spec, ops)))
     ops, numel = place_weights(ops if arena_limit is None else delay(ops, sizes, arena_limit), sizes)
-    if not trains:
-        return Program(gradients=ops, update=[], trains=trains, num_slots=slots, arena_numel=numel)
-    return Program(
-        gradients=ops + finish_gradients(spec),
-        update=update_units(spec),
-        trains=trains,
-        num_slots=slots,
-        arena_numel=numel,
-    )
+    gradients, update = (ops + finish_gradients(spec), update_units(spec)) if trains else (ops, [])
+    return Program(gradients=gradients, update=update, num_slots=slots, arena_numel=numel)

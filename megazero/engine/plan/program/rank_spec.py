@@ -19,7 +19,7 @@ from megazero.engine.plan.layout.zero_policy import (
     sharding_groups,
 )
 from megazero.engine.plan.program.operations import Transfer
-from megazero.engine.plan.schedule.schedules import EQUAL, Costs, Pipeline, placement
+from megazero.engine.plan.schedule.schedules import Pipeline, placement
 
 
 class PlannedLayer(NamedTuple):
@@ -71,8 +71,7 @@ class RankSpec:
     chunks: tuple[tuple[PlannedLayer, ...], ...]
     units: dict[str, Unit]
     groups: dict[str, ShardingGroup]
-    rank: int = 0  # along the pipeline
-    ranks: int = 1
+    pipeline: Pipeline  # its place in it
     overlap: bool = True
     recompute: bool = False  # blocks are recomputed
     partitioned: bool = False  # kept inputs are partitioned over tp
@@ -80,26 +79,21 @@ class RankSpec:
     on_disk: bool = False  # units on the host have their states in a file
     arena: bool = False  # kept inputs are in an arena
     tied: str | None = None  # the unit of the embedding group
-    backlog: int | None = None  # micro-batches whose weight gradients may wait
-    v_shaped: bool = False  # placement of virtual stages
-    costs: Costs = EQUAL  # costs of a block's passes
 
     @functools.cached_property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of every virtual stage."""
-        return placement(self.ranks, len(self.chunks), self.v_shaped)
+        return placement(self.pipeline.ranks, len(self.chunks), self.pipeline.v_shaped)
 
     @functools.cached_property
     def stages(self) -> list[int]:
         """This rank's virtual stages, chunk by chunk."""
-        return [stage for stage, holder in enumerate(self.placement) if holder == self.rank]
+        return [stage for stage, holder in enumerate(self.placement) if holder == self.pipeline.rank]
 
     def is_remote(self, stage: int) -> bool:
         """Return whether virtual stage `stage` exists and is on another rank."""
-        return 0 <= stage < len(self.placement) and self.placement[stage] != self.rank
+        return 0 <= stage < len(self.placement) and self.placement[stage] != self.pipeline.rank
 
     def route(self, op: Transfer) -> Route:
-        """Return the route of a message."""
         return route(self.placement, op.what, op.to)
 
     @functools.cached_property
@@ -107,11 +101,9 @@ class RankSpec:
         return {layer.name: layer for chunk in self.chunks for layer in chunk}
 
     def group(self, unit: str) -> ShardingGroup:
-        """Return the sharding group of a unit."""
         return self.groups[self.units[unit].group]
 
     def policy(self, unit: str) -> ZeroPolicy:
-        """Return the ZeRO policy of a unit."""
         return self.group(unit).policy
 
     @property
@@ -129,17 +121,6 @@ class RankSpec:
 
     def recomputes(self, layer: PlannedLayer) -> bool:
         return self.recompute and layer.use is Use.LAYER and layer.has_backward
-
-    def pipeline(self, micro_batches: int) -> Pipeline:
-        return Pipeline(
-            rank=self.rank,
-            ranks=self.ranks,
-            micro_batches=micro_batches,
-            chunks=len(self.chunks),
-            backlog=self.backlog,
-            v_shaped=self.v_shaped,
-            costs=self.costs,
-        )
 
 
 def rank_spec(config: StepConfig, layout: Layout, pp: int, declare: Declare) -> RankSpec:
@@ -189,8 +170,14 @@ def rank_spec(config: StepConfig, layout: Layout, pp: int, declare: Declare) -> 
         chunks=tuple(chunks),
         units=units,
         groups=groups,
-        rank=pp,
-        ranks=layout.pp,
+        pipeline=Pipeline(
+            rank=pp,
+            ranks=layout.pp,
+            chunks=layout.chunks,
+            backlog=config.parallel.zero_bubble_backlog or None,
+            v_shaped=layout.v_shaped,
+            costs=pass_costs(layers, activations),
+        ),
         overlap=config.zero.overlap_comm,
         recompute=activations.recompute == "full",
         partitioned=activations.partition_activations,
@@ -198,7 +185,4 @@ def rank_spec(config: StepConfig, layout: Layout, pp: int, declare: Declare) -> 
         on_disk=bool(config.optimizer.optimizer_nvme_offload),
         arena=activations.contiguous_checkpointing,
         tied=tied,
-        backlog=config.parallel.zero_bubble_backlog or None,
-        v_shaped=layout.v_shaped,
-        costs=pass_costs(layers, activations),
     )

@@ -61,15 +61,15 @@ class Pipeline:
 
     Attributes:
         chunks: virtual stages per rank.
-        micro_batches: per iteration.
+        micro_batches: of the iteration.
         backlog: the most micro-batches with queued weight gradients (zero-bubble); None: the schedule's own limit.
         v_shaped: the placement of virtual stages.
         costs: of a chunk's passes, for schedules whose order depends on them.
     """
 
-    rank: int
-    ranks: int
-    micro_batches: int
+    rank: int = 0
+    ranks: int = 1
+    micro_batches: int = 1
     chunks: int = 1
     backlog: int | None = None
     v_shaped: bool = False
@@ -166,13 +166,17 @@ class _V:
         self, ranks: int, micro_batches: int, backlog: int | None, costs: Costs, first: int, wanted: str
     ) -> None:
         """Run the simulation. first: if several ranks can start at the same time, 1: the first starts; -1: the last."""
-        self.ranks, self.micro_batches, self.costs, self.wanted = ranks, micro_batches, costs, wanted
+        self.ranks, self.last, self.micro_batches, self.wanted = ranks, 2 * ranks - 1, micro_batches, wanted
+        self.costs = dict(zip((F, IN, W), costs, strict=True))
         self.backlog = 2 * (backlog or micro_batches)  # in chunks
         self.orders: list[Order] = [[] for _ in range(ranks)]
         self.waiting: list[list[Step]] = [[] for _ in range(ranks)]  # weight gradients
-        # [rank][chunk]: when the pass of each micro-batch ended
-        self.forwards: list[tuple[list[float], list[float]]] = [([], []) for _ in range(ranks)]
-        self.inputs: list[tuple[list[float], list[float]]] = [([], []) for _ in range(ranks)]
+        # pass -> virtual stage -> when the pass of each micro-batch ended; stages beyond the ends have always ended
+        self.ended: dict[Pass, dict[int, list[float]]] = {
+            kind: {stage: [] for stage in range(2 * ranks)} | dict.fromkeys((-1, 2 * ranks), [0.0] * micro_batches)
+            for kind in (F, IN)
+        }
+        self.ended[IN][2 * ranks] = self.ended[F][self.last]
         self.free = [0.0] * ranks  # when a rank becomes idle
         best = [self._best(rank) for rank in range(ranks)]
         for _ in range(6 * micro_batches * ranks):
@@ -184,63 +188,45 @@ class _V:
 
     def _best(self, rank: int) -> tuple[float, Step]:
         """Return when a rank can start its next pass (inf: another rank must run first), and the pass."""
-        ready = self._ready(rank)
-        begin = min((at for at, _ in ready.values()), default=math.inf)
-        kinds = [kind for kind in self.wanted if kind in ready and ready[kind][0] <= begin]
-        return ready[kinds[0]] if kinds else (math.inf, Step(F, 0))
-
-    def _ready(self, rank: int) -> dict[str, tuple[float, Step]]:
-        free, m, waiting = self.free[rank], self.micro_batches, self.waiting[rank]
-        (f0, f1), (i0, i1) = map(len, self.forwards[rank]), map(len, self.inputs[rank])
+        m, waiting, never = self.micro_batches, self.waiting[rank], (math.inf, Step(F, 0))
+        (f0, f1), (i0, i1) = ([len(self.ended[kind][stage]) for stage in (rank, self.last - rank)] for kind in (F, IN))
         held = f0 + f1 - (i0 + i1 - len(waiting))  # between their forward and their weight gradients
-        ready: dict[str, tuple[float, Step]] = {}
+        ready = dict.fromkeys(self.wanted, never)
         if waiting:
-            ready["W"] = free, waiting[0]
+            ready["W"] = self.free[rank], waiting[0]
         if len(waiting) < self.backlog:
             found = [self._start(rank, Step(IN, i, c)) for c, i in ((1, i1), (0, i0)) if i < (f0, f1)[c]]
-            ready["I"] = min(found, key=lambda one: one[0], default=(math.inf, Step(IN, i0)))
+            ready["I"] = min(found, key=lambda one: one[0], default=never)
         if f1 < m and held < 2 * self.ranks:
             ready["F"] = self._start(rank, Step(F, f1, 1))
         if f0 < min(m, f1 + 2 * (self.ranks - rank) - 1) and held < 2 * self.ranks - 1:
             ready["f"] = self._start(rank, Step(F, f0, 0))
-        return {kind: one for kind, one in ready.items() if one[0] < math.inf}
+        return min(ready.values(), key=lambda one: one[0])  # of several, the first in `wanted`
+
+    def _stage(self, rank: int, step: Step) -> int:
+        return self.last - rank if step.chunk else rank
 
     def _start(self, rank: int, step: Step) -> tuple[float, Step]:
         """Return when a pass can start: after this pass of the previous stage, and once the last message is received.
 
         A rank sends one message at a time in each direction: the next stage must have started the previous micro-batch.
         """
-        kind, i, chunk = step
-        ends = self.forwards if kind is F else self.inputs
-        stage = rank if chunk == 0 else 2 * self.ranks - 1 - rank
-        way = 1 if kind is F else -1
-        before, after = self._ended(ends, stage - way), self._ended(ends, stage + way)
-        if kind is IN and stage == 2 * self.ranks - 1:
-            before = self.forwards[rank][1]
-        came = before is None or i < len(before)
-        taken = after is None or i <= len(after)
-        at = max(self.free[rank], before[i] if before is not None and came else 0.0)
-        return at if came and taken else math.inf, step
-
-    def _ended(self, ends: list[tuple[list[float], list[float]]], stage: int) -> list[float] | None:
-        """Return when a virtual stage's passes ended; None if there is no such stage."""
-        if not 0 <= stage < 2 * self.ranks:
-            return None
-        return ends[stage][0] if stage < self.ranks else ends[2 * self.ranks - 1 - stage][1]
+        ended, stage, way = self.ended[step.kind], self._stage(rank, step), 1 if step.kind is F else -1
+        before, after = ended[stage - way], ended[stage + way]
+        if not len(before) > step.micro_batch <= len(after):
+            return math.inf, step
+        return max(self.free[rank], before[step.micro_batch]), step
 
     def _take(self, rank: int, begin: float, step: Step) -> None:
         assert begin < math.inf, "the V is stuck"
         self.orders[rank].append(step)
-        if step.kind is F:
-            self.free[rank] = begin + self.costs.forward
-            self.forwards[rank][step.chunk].append(self.free[rank])
-        elif step.kind is IN:
-            self.free[rank] = begin + self.costs.input_gradient
-            self.inputs[rank][step.chunk].append(self.free[rank])
-            self.waiting[rank].append(step._replace(kind=W))
-        else:
-            self.free[rank] = begin + self.costs.weight_gradients
+        self.free[rank] = begin + self.costs[step.kind]
+        if step.kind is W:
             self.waiting[rank].pop(0)
+            return
+        self.ended[step.kind][self._stage(rank, step)].append(self.free[rank])
+        if step.kind is IN:
+            self.waiting[rank].append(step._replace(kind=W))
 
 
 def forward_only(p: Pipeline) -> Order:

@@ -249,7 +249,7 @@ def test_layers_share_one_pair_of_tables() -> None:
     engine = Engine(config, Mesh.build(Layout(), 0, torch.device("cpu")))
     first, *others = (block.attention.tables for block in engine.model.blocks.values())
     assert all(each is first for each in others)
-    assert engine.tracker.now["buffers"] - engine.zero.arena.data.nbytes == 17 * (16 + 8) * 2
+    assert engine.tracker.now["buffers"] - engine.zero.arena.nbytes == 17 * (16 + 8) * 2
     batch = MicroBatch(*torch.zeros(2, 3, 17, dtype=torch.int64), torch.ones(3, 17), (0, 1, 2))
     with torch.profiler.profile() as profile:
         engine.train_step(1, [batch])

@@ -372,7 +372,7 @@ def test_buffers_at_stage_3(staged: bool, seeds: range) -> None:
 def shares_copy(layout: Layout, rank: int, stage: int) -> bool:
     """Return whether a rank is one of the first N of a stage, which own its gradients together."""
     coord = layout.coord(rank)
-    return (coord.pp, coord.tp) == (stage, 0) and layout.data_rank(coord) < layout.shard
+    return (coord.pp, coord.tp) == (stage, 0) and layout.places(coord)["data"] < layout.shard
 
 
 @pytest.mark.second

@@ -4,6 +4,7 @@ import itertools
 
 from megazero.engine.plan.layout.topology import AXES, SUB_AXES, Coord, Layout, ring_bytes
 from megazero.flags.batch_ramp import data_parallel_size
+from megazero.planner.layouts import layout_words, rank_layers
 from tests.helpers.table import for_each
 
 LAYOUTS = [Layout(*sizes, cp=cp) for *sizes, cp in itertools.product((1, 2, 3, 4), repeat=4)]
@@ -80,10 +81,10 @@ def test_strides_and_ranges_are_those_of_the_groups() -> None:
                 assert {b - a for a, b in itertools.pairwise(group)} <= {layout.stride(axis)}
         for rank, coord in ((rank, layout.coord(rank)) for rank in range(layout.world_size)):
             assert rank in layout.stage_ranks(coord.pp) and rank in layout.tensor_ranks(
-                coord.pp, layout.data_rank(coord)
+                coord.pp, layout.places(coord)["data"]
             )
             [group] = [group for group in layout.groups("shard") if rank in group]
-            assert group.index(rank) == layout.data_rank(coord) % layout.shard
+            assert group.index(rank) == layout.places(coord)["data"] % layout.shard
         stages = [layout.stage_ranks(pp) for pp in range(layout.pp)]
         assert list(itertools.chain(*stages)) == list(range(layout.world_size))
         assert data_parallel_size(layout.world_size, layout.pp, layout.tp, layout.cp) == layout.dp
@@ -102,7 +103,7 @@ def test_ends_join_the_first_and_the_last_stage() -> None:
 def test_layers_are_cut_in_order_and_evenly() -> None:
     for pp in range(1, 9):
         for num_layers in range(pp, 30):
-            stages = [Layout(pp=pp).layers(num_layers, stage) for stage in range(pp)]
+            stages = [rank_layers(Layout(pp=pp), num_layers, stage) for stage in range(pp)]
             assert list(itertools.chain(*stages)) == list(range(num_layers))
             sizes = [len(stage) for stage in stages]
             assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
@@ -114,5 +115,5 @@ def test_ring_bytes() -> None:
 
 
 def test_it_is_shown_as_it_is_asked_for() -> None:
-    assert str(Layout(pp=2, dp=3, tp=4)) == "pp 2 x dp 3 x tp 4"
-    assert str(Layout(pp=2, dp=3, tp=4, cp=5, shards=5)) == "pp 2 x dp 3 x cp 5 (3 x 5) x tp 4"
+    assert layout_words(Layout(pp=2, dp=3, tp=4)) == "pp 2 x dp 3 x tp 4"
+    assert layout_words(Layout(pp=2, dp=3, tp=4, cp=5, shards=5)) == "pp 2 x dp 3 x cp 5 (3 x 5) x tp 4"

@@ -9,6 +9,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import Buckets, ZeroPolicy, plan_buckets
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.config import Config, ModelConfig, ZeroConfig
+from megazero.planner.layouts import rank_layers
 from tests.helpers.table import for_each
 
 CUT = ZeroPolicy(True, True, True)
@@ -44,7 +45,7 @@ def test_uses(untied: bool) -> None:
                     TOKEN_EMBEDDING: (Use.LOOKUP, (TOKEN_EMBEDDING,)),
                     POSITION_EMBEDDING: (Use.LOOKUP, (POSITION_EMBEDDING,)),
                 }
-            for layer in Layout(pp=pp).layers(4, stage):
+            for layer in rank_layers(Layout(pp=pp), 4, stage):
                 expected[f"blocks.{layer}"] = (Use.LAYER, (f"blocks.{layer}",))
             if stage == pp - 1:
                 expected[HEAD] = (Use.HEAD, (HEAD,) if untied else (HEAD, TOKEN_EMBEDDING))

@@ -93,9 +93,9 @@ def test_no_deadlock_bubbles_as_known_and_transfers_pair_up(kind: str, everythin
             for op in (op.op for op in ops if isinstance(op, Start) and isinstance(op.op, (Send, Recv))):
                 step, lane = spec.route(op)
                 if isinstance(op, Send):
-                    sent.setdefault((spec.rank, (spec.rank + step) % p, lane), []).append(op)
+                    sent.setdefault((spec.pipeline.rank, (spec.pipeline.rank + step) % p, lane), []).append(op)
                 else:
-                    received.setdefault(((spec.rank - step) % p, spec.rank, lane), []).append(op)
+                    received.setdefault(((spec.pipeline.rank - step) % p, spec.pipeline.rank, lane), []).append(op)
         assert sent.keys() == received.keys()
         for link, ops in sent.items():
             assert [(o.what, o.to, o.micro_batch) for o in ops] == [

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megazero.checkpoint.engine_state import EngineState
 from megazero.engine.memory import COPY_DEPTH
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.context import kept_bytes
@@ -114,7 +115,7 @@ def test_initial_values_are_those_of_the_papers(architecture: str) -> None:
     # Matrices and tables decay.
     assert {name for name, spec in named.items() if spec.decays} == set(DRAWN[architecture])
     engine = Engine(Case(model=model).config(), Mesh.build(Layout(), 0, torch.device("cpu")))
-    for name, shard in engine.shards().items():
+    for name, shard in EngineState(engine).shards().items():
         if name.startswith("model."):
             short = name.removeprefix("model.")
             key = short.split(".", 2)[2] if short.startswith("blocks.") else short
@@ -352,13 +353,13 @@ def test_a_rank_as_its_programs_see_it() -> None:
     )
     layout = Layout(pp=4, dp=4, tp=2, shards=2, chunks=2, split=(1, 1, 1, 1, 1, 1, 1, 1))
     spec = rank_spec(config, layout, 3, declare)
-    assert (spec.rank, spec.ranks, spec.overlap, spec.recompute) == (3, 4, False, True)
+    assert (spec.pipeline.rank, spec.pipeline.ranks, spec.overlap, spec.recompute) == (3, 4, False, True)
     assert (spec.partitioned, spec.on_host, spec.arena) == (True, True, True)
-    assert (spec.tied, spec.backlog, spec.v_shaped) == ("token_embedding", 3, False)
+    assert (spec.tied, spec.pipeline.backlog, spec.pipeline.v_shaped) == ("token_embedding", 3, False)
     policy = ZeroPolicy(True, True, True, gathers_once=True)
     assert spec.groups == {"dense": ShardingGroup(policy, "shard", 2, "replica", 2)}
     assert (
-        spec.costs
+        spec.pipeline.costs
         == pass_costs(declare(config.model), config.activations)
         != pass_costs(declare(config.model), ActivationConfig())
     )
@@ -389,4 +390,4 @@ def test_a_rank_as_its_programs_see_it() -> None:
         declare,
     )
     assert (plain.overlap, plain.recompute, plain.partitioned, plain.on_host, plain.arena) == (True, *[False] * 4)
-    assert (plain.tied, plain.backlog) == (None, None)
+    assert (plain.tied, plain.pipeline.backlog) == (None, None)

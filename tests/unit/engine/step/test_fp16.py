@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 import torch
 
+from megazero.checkpoint.engine_state import EngineState
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
@@ -80,5 +81,5 @@ def test_a_run_that_resumes_scales_as_one_that_does_not() -> None:
     for overflow in (False, False, False, True, False, True, False):
         engine.scale = engine.scale.after(overflow)
         other, _ = in_fp16(**flags)
-        other.load_state_dict(json.loads(json.dumps(engine.state_dict())), other.shards())
+        EngineState(other).load(json.loads(json.dumps(EngineState(engine).numbers())), EngineState(other).shards())
         assert other.scale == engine.scale
