@@ -137,8 +137,9 @@ class InferenceModel:
             for one, part in zip(new, own, strict=True)
             for run in part
         )
+        positions = torch.cat([torch.arange(run.start, run.stop, device=self.mesh.device) for run in runs])[None]
         return MicroBatchInfo(
-            length=0, samples=tuple(range(len(new))), training=False, rows=rows, runs=runs, cache=cache
+            length=0, samples=(0,), training=False, rows=rows, runs=runs, cache=cache, head_positions=positions
         )
 
     def _hidden(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:

@@ -118,7 +118,8 @@ def cached_logits(rank: int, case: Case) -> torch.Tensor:
     with torch.no_grad():
         for part in (range(4), *(range(at, at + 1) for at in range(4, ids.shape[1]))):
             rows = tuple(Rows(sample, part.start, len(part)) for sample in range(2))
-            tokens = MicroBatchInfo(0, (0, 1), False, rows, (part, part), cache)
+            positions = torch.tensor([[*part, *part]])
+            tokens = MicroBatchInfo(0, (0,), False, rows, (part, part), cache, head_positions=positions)
             x = stage.embed(ids[:, part.start : part.stop].reshape(1, -1), tokens)
             found.append(stage.head.whole_logits(stage.body(x, tokens)).view(2, len(part), -1))
     return torch.cat(found, 1)

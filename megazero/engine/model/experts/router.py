@@ -24,36 +24,28 @@ Shapes: b micro-batch, s sequence, T tokens that this rank routes, E experts, k 
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 from megazero.engine.kernels.eager import wide
 from megazero.engine.kernels.grouped import is_fused
 from megazero.engine.mesh.collectives import MAX
-from megazero.engine.model.balance import Balance, Choices
-from megazero.engine.model.dispatch import Dispatch
+from megazero.engine.model.dispatch import Balance, Choices, Dispatch
 from megazero.engine.model.experts.expert_scores import ExpertScores, without_room
 from megazero.engine.model.layers.context import Context, MicroBatchInfo
-from megazero.engine.model.layers.weight import GradWriter
+from megazero.engine.model.layers.weight import GradWriter, WeightedModule
 from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.layers import ROUTER_SUMS
 
 
 class Routed(NamedTuple):
-    """A router's results for T tokens.
+    """A router's results for T tokens."""
 
-    Attributes:
-        logits: [T, E] in fp32, or fp64 of fp64.
-        choices: the choices.
-        weights: of the chosen experts' results, [T, k].
-    """
-
-    logits: torch.Tensor
+    logits: torch.Tensor  # [T, E] in fp32, or fp64 of fp64
     choices: Choices
-    weights: torch.Tensor
+    weights: torch.Tensor  # of the chosen experts' results, [T, k]
 
 
-class Router(nn.Module):
+class Router(WeightedModule):
     """x @ weight.T, plus a bias if experts have biases. A token passes the k experts with the largest scores.
 
     See `ExpertScores`.
@@ -74,10 +66,9 @@ class Router(nn.Module):
         self.weight = context.weight(
             self.experts, model.hidden_size, std=model.init_method_std, decays=True, summed=("tp",)
         )
-        self.logit_bias, self.weights = None, (self.weight,)
+        self.logit_bias = None
         if "experts" in model.traits.biases:
             self.logit_bias = context.weight(self.experts, std=model.init_method_std, summed=("tp",))
-            self.weights = (self.weight, self.logit_bias)
         widths = model.hidden_size, model.expert_size // context.etp.size
         self.on_host = not is_fused(context.dtype, context.device, *widths)
         self.statistics = torch.zeros(self.experts + ROUTER_SUMS, dtype=torch.float64, device=context.device)

@@ -16,8 +16,6 @@ computes the keys and values of whole samples. A ring exchanges keys and values.
 
 Values are padded with zeros to the width of keys, because fused kernels have one width.
 
-In generation, keys and values are not made: queries are multiplied with kv_up's rows for k, and attend to latents.
-
 Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank, T = b t, T' tokens of the residual stream
 on this rank, h hidden, n/tp heads of this rank, r elements of a latent, d_n and d_r dims of a key without positions and
 rotary ones, d = d_n + d_r, d_v dims of a value.
@@ -31,15 +29,14 @@ import torch.nn.functional as F
 
 from megazero.engine.kernels.eager import wide
 from megazero.engine.kernels.rotary import Rotary, rotate
-from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.context_parallel.key_exchange import GatheredTokens
 from megazero.engine.model.layers.attention import Attention
 from megazero.engine.model.layers.context import Context, MicroBatchInfo
 from megazero.engine.model.layers.linear import (
-    Call,
     ColumnLinear,
     NormedColumns,
     Residual,
+    ResidualRows,
     RowLinear,
     Tensors,
     rows_onto,
@@ -100,28 +97,8 @@ class LatentAttention(Attention):
             if self.value_dim < q.shape[-1]:
                 y = y.unflatten(-1, (-1, q.shape[-1]))[..., : self.value_dim].flatten(-2)
         else:
-            y = self.attend_to_latents(*columns.latents(x)[:2], tokens)
-        call = Call(tokens.dropout_rows, output=True)
-        return rows_onto(x, (y,), (self.proj,), activations=(None,), join=residual, call=call)
-
-    def attend_to_latents(self, q: torch.Tensor, latents: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
-        """Attend in generation: q [1, T, n/tp, d], latents [T, r + d_r] -> [T, n/tp * d_v], without a gradient.
-
-        q k = (q_n W_k) c + q_r r, so all heads attend to one key, the latent, which is the value too.
-        """
-        assert tokens.cache is not None
-        keys, values = self.kv_up.matrix.view(self.num_heads, -1, self.rank).split([self.plain_dim, self.value_dim], 1)
-        plain, turned = q[0].split([self.plain_dim, self.rotary_dim], -1)
-        absorbed = torch.cat([torch.einsum("tnd,ndr->tnr", plain, keys), turned], -1)  # [T, n/tp, r + d_r]
-
-        def prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dealt: DealtTokens | None) -> torch.Tensor:
-            return self.core.prompt(q, k, v, fused=False, dealt=dealt)
-
-        found = tokens.cache.attend(
-            self.number, self.core.scores, prompt, absorbed, latents[:, None], v=None, rows=tokens.rows
-        )
-        found = found.view(len(latents), self.num_heads, -1)[..., : self.rank]
-        return torch.einsum("tnr,nvr->tnv", found, values).flatten(1)
+            y = tokens.cache.attend_to_latents(self, *columns.latents(x)[:2], tokens)
+        return rows_onto(x, (y,), ResidualRows((self.proj,), (None,), residual, tokens.dropout_rows))
 
 
 def gathers_latents(model: ModelConfig, heads: int, ring: bool) -> bool:
@@ -156,16 +133,12 @@ class LatentColumns(NamedTuple):
 
     @property
     def batch(self) -> int:
-        return len(self.tokens.samples) if self.tokens.cache is None else 1
+        return len(self.tokens.samples)
 
     def turn(self, x: torch.Tensor, back: bool) -> torch.Tensor:
         """Rotate x [b, t, heads, d_r] by the positions of its tokens, or back."""
-        tokens, tables = self.tokens, self.attention.tables
-        positions = tokens.head_positions
-        if tokens.cache is not None:
-            positions = tokens.positions(x.device)[None]
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rotate(x, tables.at(positions, x.shape[1]), back, out)
+        rotate(x, self.attention.tables.at(self.tokens.head_positions, x.shape[1]), back, out)
         return out
 
     def turned(self, heads: torch.Tensor, back: bool) -> torch.Tensor:
