@@ -21,6 +21,7 @@ from megazero.engine.step.expert_loads import Routers
 from megazero.engine.zero.shards import LocalShard
 from megazero.generation.generate import NewTokens
 from megazero.generation.kv_cache import KVCache
+from megazero.generation.target_scores import target_scores
 
 
 class InferenceModel:
@@ -110,7 +111,7 @@ class InferenceModel:
 
     @torch.no_grad()
     def target_scores(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
-        """Return `Output.target_scores` of each continuation of n tokens, [2, n], on the last stage; nothing elsewhere.
+        """Return `target_scores` of each continuation of n tokens, [2, n], on the last stage; nothing elsewhere.
 
         Computes all tokens at once, without padding, on one context-parallel rank.
         """
@@ -124,9 +125,7 @@ class InferenceModel:
         targets = torch.tensor([[token for ids in labels for token in ids]], device=device)
         counts = [[0.0] * (len(context) - 1) + [1.0] * len(continuation) for context, continuation in pairs]
         weights = torch.tensor([[each for counted in counts for each in counted]], device=device)
-        found = head.vocabulary.target_scores(x, head.norm, targets, weights)[:, 0].split(
-            [len(ids) for ids in inputs], dim=1
-        )
+        found = target_scores(head, x, targets, weights)[:, 0].split([len(ids) for ids in inputs], dim=1)
         return [each[:, -len(pair.continuation) :] for each, pair in zip(found, pairs, strict=True)]
 
     def _tokens(self, new: Sequence[NewTokens], own: Sequence[Ranges], cache: KVCache) -> MicroBatchInfo:

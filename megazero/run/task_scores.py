@@ -27,6 +27,7 @@ from megazero.engine.step.engine import Engine
 from megazero.files import explain, replace_file
 from megazero.flags.batch_ramp import BatchSizes
 from megazero.flags.validate import check_device
+from megazero.generation.target_scores import score_batch
 from megazero.observe.loggers import finite
 from megazero.observe.progress_line import Record
 from megazero.run.evaluation import Stopped
@@ -121,7 +122,7 @@ class TaskScorer:
             if (why := stop()) is not None:
                 return Stopped(why, first / len(self.packed), of="tasks")
             batches = self._batches(min(size, len(self.packed) - first)).batch(first)
-            for batch, scores in zip(batches, self.engine.score_targets(batches), strict=False):
+            for batch, scores in zip(batches, self.engine.score_targets(batches, score_batch), strict=False):
                 for number, sample in zip(batch.samples, scores.double().cpu().unbind(1), strict=True):
                     if number != PADDING:
                         self._add(found, number, sample)

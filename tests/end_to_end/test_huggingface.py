@@ -84,7 +84,7 @@ def logits_of_ours(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     stage = inference.stage
     with torch.no_grad():
         tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), inference.stream, training=False)
-        return stage.head.logits(stage.body(stage.embed(ids, tokens), tokens)).view(*ids.shape, -1)
+        return stage.head.whole_logits(stage.body(stage.embed(ids, tokens), tokens)).view(*ids.shape, -1)
 
 
 def assert_same_logits(found: torch.Tensor, folder: Path, ids: torch.Tensor) -> None:

@@ -60,7 +60,7 @@ class Layer(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), with the width inside sharded over tp. Of a gated activation, one weight is [2, f, h]."""
+    """down(activation(up(x))); the inner width is sharded over tp. Of a gated activation, `up` has [2, f, h]."""
 
     def __init__(
         self, model: ModelConfig, context: Context, activation: ActivationName | None = None, bias: bool | None = None

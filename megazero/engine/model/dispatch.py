@@ -4,8 +4,8 @@ A token has a row for each of its k experts. A rank sorts its rows by expert, so
 neighbours, and sends them by an all-to-all. The receiver sorts them again, because every rank has sent some for each of
 its experts.
 
-Shapes: b micro-batch, T tokens, k experts of a token, R rows of this rank: T k less dropped choices, R' rows that its experts receive,
-E experts, p ranks of ep; c any width.
+Shapes: b micro-batch, T tokens, k experts of a token, R rows of this rank: T k less dropped choices, R' rows
+that its experts receive, E experts, p ranks of ep; c any width.
 """
 
 from __future__ import annotations

@@ -121,15 +121,6 @@ class Head(Layer):
             return self.depths.losses(x, batch)
         return self.vocabulary.loss(x, self.norm, batch.labels, batch.loss_mask, batch.seed)
 
-    def target_scores(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
-        """x [T', h] -> `Output.target_scores` of the targets that count, flat, [2 b s]."""
-        assert x is not None
-        return self.vocabulary.target_scores(x, self.norm, batch.labels, batch.loss_mask).flatten()
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x [.., h] -> [.., v/tp], without a gradient."""
-        return self.vocabulary.logits(self.norm(x))
-
     def whole_logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, h] -> [n, v], the same on all of tp, without a gradient."""
         return self.vocabulary.whole_logits(self.norm(x))

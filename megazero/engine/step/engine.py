@@ -4,6 +4,7 @@ Shapes: b micro-batch, M micro-batches of a step, T' tokens of the residual stre
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -317,16 +318,17 @@ class Engine:
         return found[0] if found else None
 
     @torch.no_grad()
-    def score_targets(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Return [2, b, s] for each micro-batch on the last stage, see `Output.target_scores`; nothing on other stages.
+    def score_targets(self, batches: Sequence[MicroBatch], score: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        """Return [2, b, s] for each micro-batch on the last stage; nothing on other stages.
 
-        Targets that do not count have 0. Attention stays within the documents of a micro-batch and positions restart
-        with them, even if no flag asks for it; without `document_starts` every sample is one document.
+        `score` is called with the head and the arguments of its `compute`: see `generation.target_scores`. Targets that
+        do not count have 0. Attention stays within the documents of a micro-batch and positions restart with them, even
+        if no flag asks for it; without `document_starts` every sample is one document.
         """
         apart = any(batch.document_starts is not None for batch in batches)
         data = replace(self.config.data, reset_attention_mask=apart, reset_position_ids=apart)
-        uploaded, head = self._upload(batches, training=False, data=data), self.model.head
-        found = self._run(self.program(EVALUATION, len(batches)), uploaded, head=head.target_scores if head else None)
+        uploaded, head = self._upload(batches, training=False, data=data), functools.partial(score, self.model.head)
+        found = self._run(self.program(EVALUATION, len(batches)), uploaded, head=head)
         own = [found[i].view(2, *each.ids.shape) for i, each in enumerate(uploaded.micro_batches) if found]
         return [self._whole_samples(x, each) for x, each in zip(own, uploaded.micro_batches, strict=False)]
 

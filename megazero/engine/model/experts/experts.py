@@ -49,14 +49,14 @@ class GroupedLinear(WeightedModule):
         super().__init__()
         self.context, self.count = context, experts // context.ep.size or 1
         self.products = GroupedProducts(context.products)
+        dims = (experts, *shape) if experts else shape
         self.weight = context.weight(
-            *((experts,) if experts else ()),
-            *shape,
+            *dims,
             sharded={0: "ep", sharded + 1: "etp"} if experts else {sharded: "tp"},
             std=std,
             decays=True,
             per_token=(top, experts) if experts else (1, 1),
-            matrices=tuple(range((1 if experts else 0) + len(shape) - 2)),
+            matrices=tuple(range(len(dims) - 2)),
         )
         self.bias = None
         if bias and experts:

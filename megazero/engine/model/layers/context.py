@@ -23,8 +23,8 @@ from megazero.engine.kernels.rotary import Rotary, RotaryTables
 from megazero.engine.memory.tracker import Allocation, MemoryTracker
 from megazero.engine.mesh.collectives import AsyncTensor, Axis, Pending
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.model.dispatch import Balance
 from megazero.engine.model.context_parallel.dealt import DealtTokens
+from megazero.engine.model.dispatch import Balance
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.weight import GradWriter, Weight
 from megazero.engine.options.schema import Config

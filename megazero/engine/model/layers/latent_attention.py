@@ -75,11 +75,8 @@ class LatentAttention(Attention):
             self.query_up = up(model.q_lora_rank, model.head_dim)
         else:
             self.query = up(h, model.head_dim)
-        self.kv_down, self.kv_norm, self.kv_up = (
-            down(width),
-            norm(self.rank),
-            up(self.rank, self.plain_dim + self.value_dim),
-        )
+        self.kv_down, self.kv_norm = down(width), norm(self.rank)
+        self.kv_up = up(self.rank, self.plain_dim + self.value_dim)
         self.proj = RowLinear(context, n * self.value_dim, h, std=model.residual_std, bias=False)
         self.tables = context.rotary_tables(Rotary.of(model, number), model.seq_length)
         self.gathers = gathers_latents(model, self.num_heads, context.ring)
@@ -88,11 +85,18 @@ class LatentAttention(Attention):
 
     def forward(self, x: torch.Tensor, norm: Norm, residual: Residual, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> x + attention(norm(x)) [T', h]; `residual` joins them."""
-        layers = [self.kv_down, self.kv_norm, self.kv_up]
-        layers += [self.query] if self.query_norm is None else [self.query_down, self.query_norm, self.query_up]
-        columns = LatentColumns(self, norm, tokens)
+        if self.query_norm is None:
+            down, query = NormedColumns(norm, (self.kv_down,)), NormedColumns(norm, (self.query,))
+        else:
+            down = NormedColumns(norm, (self.kv_down, self.query_down))
+            query = NormedColumns(self.query_norm, (self.query_up,))
+        exchange = None
+        if self.gathers and tokens.dealt is not None:
+            exchange = GatheredTokens(self.context.cp, tokens.dealt)
+        columns = LatentColumns(self, down, query, exchange, tokens)
         if tokens.cache is None:
-            q, k, v, x = _LatentColumns.apply(x, columns, handle_of(norm, *layers))
+            handle = handle_of(norm, *down.layers, query.norm, *query.layers, self.kv_norm, self.kv_up)
+            q, k, v, x = _LatentColumns.apply(x, columns, handle)
             y = self.attend([q, k, v], tokens)  # [T, n/tp * d]
             if self.value_dim < q.shape[-1]:
                 y = y.unflatten(-1, (-1, q.shape[-1]))[..., : self.value_dim].flatten(-2)
@@ -110,26 +114,10 @@ class LatentColumns(NamedTuple):
     """x -> queries, keys and values, below autograd."""
 
     attention: LatentAttention
-    norm: Norm  # of x
+    down: NormedColumns  # x -> latents
+    query: NormedColumns  # the latent of queries, or x -> queries
+    exchange: GatheredTokens | None  # of latents; None: keys and values are exchanged, or there is one rank
     tokens: MicroBatchInfo
-
-    @property
-    def down(self) -> NormedColumns:
-        a = self.attention
-        return NormedColumns(self.norm, (a.kv_down,) if a.query_norm is None else (a.kv_down, a.query_down))
-
-    @property
-    def query(self) -> NormedColumns:
-        """The layer of queries: of their latent, or of x."""
-        a = self.attention
-        return (
-            NormedColumns(self.norm, (a.query,)) if a.query_norm is None else NormedColumns(a.query_norm, (a.query_up,))
-        )
-
-    @property
-    def exchange(self) -> GatheredTokens | None:
-        a, dealt = self.attention, self.tokens.dealt
-        return GatheredTokens(a.context.cp, dealt) if a.gathers and dealt is not None else None
 
     @property
     def batch(self) -> int:

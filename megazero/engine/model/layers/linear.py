@@ -16,13 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn as nn
 
 from megazero.engine.kernels.dropout import Dropout, Rows
 from megazero.engine.kernels.eager import wide
 from megazero.engine.kernels.kernel_table import Activation
 from megazero.engine.kernels.matmul import as_matrix, write_or_add
-from megazero.engine.model.layers.context import Context, MicroBatchInfo
+from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.norm import Norm
 from megazero.engine.model.layers.weight import GradWriter, HasWeights, WeightedModule, handle_of
 

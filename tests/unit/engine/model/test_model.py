@@ -79,7 +79,7 @@ def test_logits(pair) -> None:
     with torch.no_grad():
         wanted = theirs(ids).logits
         tokens = MicroBatchInfo.of(ids, (0, 1, 2), ours.model.stream, training=False)
-        found = ours.model.head.logits(ours.model.body(ours.model.embed(ids, tokens), tokens)).view(
+        found = ours.model.head.whole_logits(ours.model.body(ours.model.embed(ids, tokens), tokens)).view(
             3, MODEL.seq_length, -1
         )
     assert found.shape == wanted.shape  # without padding
