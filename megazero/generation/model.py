@@ -144,12 +144,25 @@ class InferenceModel:
     def _hidden(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """ids [1, T] -> [T, h] after this rank's layers; also sent to the next stage."""
         pp = self.mesh.pp
-        if pp.is_first:
-            x = self.stage.embed(ids, tokens)
-        else:
-            x = torch.empty(ids.numel(), self.model.hidden_size, dtype=self.dtype, device=self.mesh.device)
-            pp.start_recv(x, -1, lane=0, tag=0).wait()
-        x = self.stage.body(x, tokens)
+        received = None
+        if not pp.is_first:
+            received = torch.empty(ids.numel(), self.model.hidden_size, dtype=self.dtype, device=self.mesh.device)
+            pp.start_recv(received, -1, lane=0, tag=0).wait()
+        x = hidden_states(self.stage, ids, tokens, received)
         if not pp.is_last:
             pp.start_send(x, 1, lane=0, tag=0).wait()
         return x
+
+
+def hidden_states(
+    stage: Stage, ids: torch.Tensor, tokens: MicroBatchInfo, received: torch.Tensor | None = None
+) -> torch.Tensor:
+    """ids [b, s] -> [T', h] after a rank's embeddings and blocks; `received` [T', h]: from the stage before."""
+    x = received
+    if x is None:
+        assert stage.token_embedding is not None
+        x = stage.token_embedding(ids, tokens)
+        x = x if stage.position_embedding is None else stage.position_embedding(x, tokens)
+    for block in stage.blocks.values():
+        x = block(x, tokens)
+    return x

@@ -164,18 +164,6 @@ class Stage(nn.Module):
     def layer(self, name: str) -> Layer:
         return self.get_submodule(name)
 
-    def embed(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
-        """ids [b, s] -> [T', h]; on the first pipeline rank."""
-        assert self.token_embedding is not None
-        x = self.token_embedding(ids, tokens)
-        return x if self.position_embedding is None else self.position_embedding(x, tokens)
-
-    def body(self, x: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
-        """x [T', h] -> [T', h], through this rank's blocks."""
-        for block in self.blocks.values():
-            x = block(x, tokens)
-        return x
-
 
 def block_numbers(names: Iterable[str]) -> frozenset[int]:
     """Return the numbers of the blocks of these names."""

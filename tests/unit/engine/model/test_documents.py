@@ -14,6 +14,7 @@ from megazero.engine.model.stage import declare
 from megazero.engine.options.schema import Config, DataConfig, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.generation.generate import packed_prompts
+from megazero.generation.model import hidden_states
 from megazero.planner.trace.trace import trace_block, whole_samples
 from tests import reference
 from tests.helpers.table import for_each
@@ -59,7 +60,7 @@ def test_a_packed_document_is_the_document_alone(architecture: str, precision: s
     info = MicroBatchInfo.of(ids, (0, 1, 2), engine.model.stream, training=False, **flags)
     assert engine.model.head is not None
     with torch.no_grad():
-        hidden = engine.model.body(engine.model.embed(ids, info), info)
+        hidden = hidden_states(engine.model, ids, info)
         found = engine.model.head.whole_logits(hidden).view(3, 11, -1)
     plain = case._replace(precision="fp64", reset="").config()
     weights = reference.initial_weights(plain)
