@@ -28,7 +28,7 @@ from megazero.engine.model.layers.linear import (
     Residual,
     ResidualRows,
     RowLinear,
-    Unsplit,
+    Split,
     columns_and_rows,
     normed_columns,
     rows_onto,
@@ -134,7 +134,7 @@ class ParallelBlock(Layer):
             *heads, inner, x = normed_columns(x, self.norm, (*a.columns, mlp.up), a.split(tokens))
         else:
             *heads, x = normed_columns(x, self.norm, a.columns, a.split(tokens))
-            inner, x = normed_columns(x, self.mlp_norm, (mlp.up,), Unsplit())
+            inner, x = normed_columns(x, self.mlp_norm, (mlp.up,), Split())
         rows = ResidualRows((a.proj, mlp.down), (None, mlp.activation), self.residual, tokens.dropout_rows)
         return rows_onto(x, (a.attend(heads, tokens), inner), rows, output)
 

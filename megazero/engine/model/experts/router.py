@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from megazero.engine.kernels.eager import wide
 from megazero.engine.kernels.grouped import is_fused
 from megazero.engine.mesh.collectives import MAX
-from megazero.engine.model.dispatch import Balance, Choices, Dispatch
+from megazero.engine.model.dispatch import Choices, Dispatch
 from megazero.engine.model.layers.context import Context, MicroBatchInfo
 from megazero.engine.model.layers.weight import GradWriter, WeightedModule
 from megazero.engine.options.schema import ModelConfig
@@ -194,7 +194,7 @@ class Router(WeightedModule):
             best = self.scores.best(logits) if self.scores.are_restricted else ids
             counts = context.cp.all_reduce_(samples @ torch.zeros_like(logits).scatter_(1, best, 1.0))
             choices = choices._replace(counts=context.tp.all_reduce_(counts) if context.shares_tokens else counts)
-        self._record(logits, samples, loads, choices=choices, length=tokens.length, balance=balance)
+        self._record(logits, samples, loads, choices=choices, tokens=tokens)
         if not has_graph and self.number in context.recomputed:
             balance.keep(self.number, choices, context.tracker)
         return choices
@@ -224,16 +224,12 @@ class Router(WeightedModule):
         return own // each * tokens.length + tokens.dealt.indices.flatten()[own]
 
     def _record(
-        self,
-        logits: torch.Tensor,
-        samples: torch.Tensor,
-        loads: torch.Tensor,
-        choices: Choices,
-        length: int,
-        balance: Balance,
+        self, logits: torch.Tensor, samples: torch.Tensor, loads: torch.Tensor, choices: Choices, tokens: MicroBatchInfo
     ) -> None:
         """Add a micro-batch to the statistics. samples [b, T]: 1 for a sample's tokens; loads [b, E]: their choices."""
-        counted = (balance.targets > 0).to(logits.dtype)
+        assert tokens.balance is not None
+        targets, length = tokens.balance.targets, tokens.length
+        counted = (targets > 0).to(logits.dtype)
         logs = self.scores.logs(logits)
         shares = logs.softmax(-1)
         entropy = samples @ (logs.logsumexp(-1) - (shares * logs).sum(-1))
@@ -244,7 +240,7 @@ class Router(WeightedModule):
         if self.model.moe_z_loss_coeff:
             z = samples @ logits.logsumexp(-1).square() / length
         sums = [each.double() @ counted.double() for each in (entropy, dropped)]
-        sums += [each.double() @ balance.targets for each in (aux, z)]
+        sums += [each.double() @ targets for each in (aux, z)]
         self.statistics += torch.cat([counted.double() @ loads.double(), torch.stack(sums)])
 
     def _aux_factor(self, length: int) -> float:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -118,12 +117,12 @@ class CoreAttention:
         return self.sinks.softmax(capped, starts, indices)
 
 
-class Heads(NamedTuple):
+@dataclass
+class Heads(Split):
     """[T, n/tp * 3 * d] -> queries, keys and values, views of [b, n/tp, s, d]. Backward copies their gradients once."""
 
     batch: int
     num_heads: int  # n/tp
-    norms = ()
 
     def forward(self, *ys: torch.Tensor) -> tuple[Tensors, Tensors]:
         (qkv,) = ys
@@ -315,7 +314,8 @@ class GroupedAttention(Attention):
         )
 
 
-class Groups(NamedTuple):
+@dataclass
+class Groups(Split):
     """[T, n/tp * d], [T, g * 2 * d] -> queries [b, n/tp, s, d], keys and values [b, g, s, d], rotated by position.
 
     Queries, keys and values are copies, because a view of one would keep the memory of all alive. In memory they are
@@ -325,10 +325,10 @@ class Groups(NamedTuple):
 
     batch: int
     num_heads: int  # n/tp
-    norms: EachHead | AllHeads | tuple[()]  # for queries and keys, before rotation
     rotary: Callable[..., None]  # see `Kernels`
     tables: RotaryTables
     positions: torch.Tensor | None  # [b, s]; None: 0 to s - 1 in every sample
+    norms: EachHead | AllHeads | tuple[()] = ()  # for queries and keys, before rotation
 
     def forward(self, *ys: torch.Tensor) -> tuple[Tensors, Tensors]:
         query, kv, *others = ys

@@ -13,7 +13,7 @@ rank's part.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -234,27 +234,17 @@ class ResidualRows(NamedTuple):
         return activation is not None and not self.layers[0].context.selective
 
 
-class Split(Protocol):
-    """Splits and rearranges the outputs of column-linear layers, below autograd. `norms`: norms that it applies."""
+class Split:
+    """Splits and rearranges the outputs of column-linear layers, below autograd. This one leaves them as they are."""
 
-    norms: tuple[Norm, ...]
+    norms: tuple[Norm, ...] = ()  # that it applies
 
     def forward(self, *ys: torch.Tensor) -> tuple[Tensors, Tensors]:
         """Return the parts, and the tensors to save for `backward`."""
-
-    def backward(self, grads: Sequence[torch.Tensor], kept: Tensors) -> Tensors:
-        """Return the gradients of the outputs."""
-
-
-class Unsplit(NamedTuple):
-    """The outputs as they are."""
-
-    norms = ()
-
-    def forward(self, *ys: torch.Tensor) -> tuple[Tensors, Tensors]:
         return ys, ()
 
     def backward(self, grads: Sequence[torch.Tensor], kept: Tensors) -> Tensors:
+        """Return the gradients of the outputs."""
         return tuple(grads)
 
 
