@@ -55,13 +55,9 @@ def num_tokens(ranges: Ranges) -> int:
 
 
 def score_rows(samples: Sequence[int], heads: range, length: int, dealt: DealtTokens | None) -> tuple[Rows, ...]:
-    """Return the rows of the dropout masks of scores [b, heads, t, s]: head * s + query.
+    """Return the rows of the dropout masks of scores [b, heads, t, s]: head * s + query; s is `length`.
 
-    Args:
-        samples: their global numbers.
-        heads: of the model.
-        length: s.
-        dealt: None: this rank has all tokens.
+    samples: their global numbers; heads: of the model. Without `dealt`, this rank has all tokens.
     """
     if dealt is None:
         return tuple(Rows(sample, heads.start * length, len(heads) * length) for sample in samples)

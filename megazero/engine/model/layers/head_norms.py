@@ -46,11 +46,8 @@ class HeadsWeight(WeightedModule):
 
     Args:
         heads: of the model.
-        held: those that this rank computes with, if several ranks have the same; then the weight is replicated.
-
-    Attributes:
-        width: elements of all heads.
-        share: this rank's part of a sum over its elements: ranks with the same head have equal parts.
+        held: those that this rank computes with, if several ranks have the same; then the weight is replicated, and a
+            sum over its elements has `share` of them from each rank.
     """
 
     def __init__(self, model: ModelConfig, context: Context, heads: int, held: slice | None = None) -> None:

@@ -119,45 +119,35 @@ class LatentColumns(NamedTuple):
     exchange: GatheredTokens | None  # of latents; None: keys and values are exchanged, or there is one rank
     tokens: MicroBatchInfo
 
-    @property
-    def batch(self) -> int:
-        return len(self.tokens.samples)
-
-    def turn(self, x: torch.Tensor, back: bool) -> torch.Tensor:
-        """Rotate x [b, t, heads, d_r] by the positions of its tokens, or back."""
+    def turned(self, x: torch.Tensor, back: bool) -> torch.Tensor:
+        """Rotate the last d_r dims of heads or keys x [b, t, heads, ..] by the positions of their tokens, or back."""
+        a, plain = self.attention, x.shape[-1] - self.attention.rotary_dim
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rotate(x, self.attention.tables.at(self.tokens.head_positions, x.shape[1]), back, out)
-        return out
-
-    def turned(self, heads: torch.Tensor, back: bool) -> torch.Tensor:
-        """Return heads [b, t, n/tp, d] with their last dims rotated."""
-        d_n = self.attention.plain_dim
-        out = torch.empty_like(heads, memory_format=torch.contiguous_format)
-        out[..., :d_n] = heads[..., :d_n]
-        out[..., d_n:] = self.turn(heads[..., d_n:], back)
+        out[..., :plain] = x[..., :plain]
+        rotate(x[..., plain:], a.tables.at(self.tokens.head_positions, x.shape[1]), back, out[..., plain:])
         return out
 
     def latents(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Tensors, list[int]]:
         """x [T', h] -> q [b, t, n/tp, d], latents [T, r + d_r]: normed, and rotated; and the saved tensors."""
-        a = self.attention
+        a, batch = self.attention, len(self.tokens.samples)
         found, kept = self.down.forward(x)
         (query,), more = self.query.forward(x if a.query_norm is None else found[1])
-        q = self.turned(query.view(self.batch, -1, a.num_heads, a.plain_dim + a.rotary_dim), back=False)
+        q = self.turned(query.view(batch, -1, a.num_heads, a.plain_dim + a.rotary_dim), back=False)
         narrow = found[0][:, : a.rank].contiguous()
         normed, *statistics = a.kv_norm.normalise(narrow)
         joined = torch.cat([normed, found[0][:, a.rank :]], -1)
         latents = a.context.stream.start_unshard(joined).wait()
-        keys = latents[:, a.rank :].unflatten(0, (self.batch, -1))[:, :, None]  # [b, t, 1, d_r]
-        latents[:, a.rank :] = self.turn(keys, back=False).view(len(latents), -1)
+        keys = latents[:, a.rank :].unflatten(0, (batch, -1))[:, :, None]  # [b, t, 1, d_r]
+        latents[:, a.rank :] = self.turned(keys, back=False).view(len(latents), -1)
         saved = (narrow, *statistics) if a.context.selective else (narrow, *statistics, normed)
         return q, latents, (*kept, *more, *saved), [len(kept), len(more)]
 
     def forward(self, x: torch.Tensor) -> tuple[Tensors, Tensors, list[int]]:
         """x [T', h] -> q [b, n/tp, t, d], k and v [b, n/tp, t or s, d], the tensors for `backward`, their numbers."""
-        a, exchange = self.attention, self.exchange
+        a, exchange, batch = self.attention, self.exchange, len(self.tokens.samples)
         q, latents, kept, counts = self.latents(x)
         latents = latents if exchange is None else exchange.gather(latents)
-        kv = a.kv_up.output(latents[:, : a.rank]).view(self.batch, -1, a.num_heads, a.plain_dim + a.value_dim)
+        kv = a.kv_up.output(latents[:, : a.rank]).view(batch, -1, a.num_heads, a.plain_dim + a.value_dim)
         k = kv.new_empty(*kv.shape[:3], q.shape[-1])
         k[..., : a.plain_dim] = kv[..., : a.plain_dim]
         k[..., a.plain_dim :] = latents[:, a.rank :].view(*kv.shape[:2], 1, a.rotary_dim)
@@ -178,8 +168,8 @@ class LatentColumns(NamedTuple):
         dlatents = torch.cat([context.products.input_grad(dkv, a.kv_up.matrix).to(shared.dtype), shared], -1)
         if exchange is not None:
             dlatents = exchange.reduce(dlatents)
-        keys = dlatents[:, a.rank :].unflatten(0, (self.batch, -1))[:, :, None]
-        dlatents[:, a.rank :] = self.turn(keys, back=True).view(len(dlatents), -1)
+        keys = dlatents[:, a.rank :].unflatten(0, (len(self.tokens.samples), -1))[:, :, None]
+        dlatents[:, a.rank :] = self.turned(keys, back=True).view(len(dlatents), -1)
         reducing = context.stream.start_reduce(dlatents.to(dk.dtype))
         statistics = of_norm[1:] if context.selective else of_norm[1:-1]
         if a.kv_up.weight.trains:
