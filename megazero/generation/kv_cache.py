@@ -75,8 +75,8 @@ class KVCache:
         def prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dealt: DealtTokens | None) -> torch.Tensor:
             return attend_prompt(attention.core, q, k, v, fused=attention.is_fused(tokens, dealt), dealt=dealt)
 
-        new = (part[0].transpose(0, 1) for part in heads)
-        return self.attend(attention.number, attention.core.scores, prompt, *new, rows=tokens.rows, sinks=sinks)
+        q, k, v = (part[0].transpose(0, 1) for part in heads)
+        return self.attend(attention.number, attention.core.scores, prompt, q, k, v, tokens.rows, sinks)
 
     def attend_to_latents(
         self, attention: LatentAttention, q: torch.Tensor, latents: torch.Tensor, tokens: MicroBatchInfo

@@ -9,10 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.engine.kernels.compiled import compiled
@@ -223,12 +222,10 @@ def kept_bytes(writes: Iterable[GradWriter]) -> int:
 class AttentionCache(Protocol):
     """Keys and values of earlier tokens, in generation: `generation.kv_cache`. Attention to them has no gradient."""
 
-    def attend_heads(
-        self, attention: nn.Module, heads: Sequence[torch.Tensor], tokens: MicroBatchInfo
-    ) -> torch.Tensor: ...
+    def attend_heads(self, attention: Any, heads: Sequence[torch.Tensor], tokens: MicroBatchInfo) -> torch.Tensor: ...
 
     def attend_to_latents(
-        self, attention: nn.Module, q: torch.Tensor, latents: torch.Tensor, tokens: MicroBatchInfo
+        self, attention: Any, q: torch.Tensor, latents: torch.Tensor, tokens: MicroBatchInfo
     ) -> torch.Tensor: ...
 
 
