@@ -161,7 +161,7 @@ class Clock:
 PARTS = {
     "route": [(Router, "forward"), (Router, "backward"), (Router, "mixed")],
     "sort, exchange": [
-        *((SortedRows, name) for name in ("of", "rows", "choices", "unsorted")),
+        *((SortedRows, name) for name in ("of", "rows", "choices")),
         *((Dispatch, name) for name in ("of", "order", "start")),
         (layers, "arranged"),
         (layers, "as_arrived"),
@@ -169,7 +169,7 @@ PARTS = {
     ],
     "products": [(GroupedProducts, name) for name in ("output", "input_grad", "weight_grad")],
     "activation, weighting": [(layers.ExpertMLPs, "forward"), (layers.ExpertMLPs, "backward")],
-    "combine": [(Dispatch, "start_back"), (SortedRows, "sum_rows")],
+    "combine": [(Dispatch, "start_back"), (SortedRows, "unsorted")],
     "norm, residual": [(layers._Branch, "forward"), (layers._Branch, "backward")],
 }
 

@@ -14,6 +14,7 @@ L slots, c context-parallel ranks; /tp = this rank's part.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -24,10 +25,15 @@ from megazero.engine.kernels.eager import wide
 from megazero.engine.mesh.collectives import Axis
 from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.context_parallel.key_exchange import GatheredTokens
+from megazero.engine.model.layers.attention import Attention, CoreAttention
+from megazero.engine.model.layers.context import MicroBatchInfo
+from megazero.engine.model.layers.latent_attention import LatentAttention
 from megazero.engine.model.scores import Scores
 from megazero.engine.plan.layout.dealing import deal
 
 Heads = tuple[torch.Tensor, ...]  # keys and values, or keys alone, which are the values
+
+PROMPT_SCORES = 1 << 26  # scores that are made at once
 
 
 class AttendPrompt(Protocol):
@@ -61,6 +67,36 @@ class KVCache:
             there = made._replace(indices=made.indices.to(device), rows=made.rows.to(device))
             self._deals[count, device] = there
         return self._deals[count, device]
+
+    def attend_heads(self, attention: Attention, heads: Sequence[torch.Tensor], tokens: MicroBatchInfo) -> torch.Tensor:
+        """Attend in a layer: queries [1, n/tp, T, d], keys and values [1, g/tp, T, d] -> [T, n/tp * d]"""
+        sinks = None if attention.sinks is None else attention.sinks.weight.data
+
+        def prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dealt: DealtTokens | None) -> torch.Tensor:
+            return attend_prompt(attention.core, q, k, v, fused=attention.is_fused(tokens, dealt), dealt=dealt)
+
+        q, k, v = (part[0].transpose(0, 1) for part in heads)
+        return self.attend(attention.number, attention.core.scores, prompt, q, k, v, tokens.rows, sinks)
+
+    def attend_to_latents(
+        self, attention: LatentAttention, q: torch.Tensor, latents: torch.Tensor, tokens: MicroBatchInfo
+    ) -> torch.Tensor:
+        """Attend in a layer with latents: q [1, T, n/tp, d], latents [T, r + d_r] -> [T, n/tp * d_v].
+
+        q k = (q_n W_k) c + q_r r, so all heads attend to one key, the latent, which is the value too. Keys and values
+        of heads are not made.
+        """
+        a = attention
+        keys, values = a.kv_up.matrix.view(a.num_heads, -1, a.rank).split([a.plain_dim, a.value_dim], 1)
+        plain, turned = q[0].split([a.plain_dim, a.rotary_dim], -1)
+        absorbed = torch.cat([torch.einsum("tnd,ndr->tnr", plain, keys), turned], -1)  # [T, n/tp, r + d_r]
+
+        def prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dealt: DealtTokens | None) -> torch.Tensor:
+            return attend_prompt(a.core, q, k, v, fused=False, dealt=dealt)
+
+        found = self.attend(a.number, a.core.scores, prompt, absorbed, latents[:, None], v=None, rows=tokens.rows)
+        found = found.view(len(latents), a.num_heads, -1)[..., : a.rank]
+        return torch.einsum("tnr,nvr->tnv", found, values).flatten(1)
 
     def attend(
         self,
@@ -178,3 +214,27 @@ class KVCache:
         if sinks is not None:
             shares *= torch.sigmoid(log_sums - sinks.to(dtype).view(q.shape[1], -1, 1))
         return (whole[..., :d] * shares).sum(0).to(q.dtype)
+
+
+def attend_prompt(
+    core: CoreAttention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    fused: bool,
+    dealt: DealtTokens | None,
+    most: int = PROMPT_SCORES,
+) -> torch.Tensor:
+    """Attend to keys of all ranks, without a gradient: q [1, n/tp, t, d], k and v [1, g, s, d] -> [t, n/tp * d]
+
+    A prompt that is dealt may be long: at most `most` of its scores are made at once.
+    """
+    whole = replace(core, cp=None)
+    if fused or dealt is None:
+        return whole(q, k, v, fused=fused, rows=None, dealt=dealt)
+    count = max(1, most // (q.shape[1] * k.shape[2]))
+    queries, indices = q.split(count, dim=2), dealt.indices.split(count, dim=1)
+    some = (dealt._replace(indices=part) for part in indices)
+    return torch.cat(
+        [whole(q, k, v, fused=fused, rows=None, dealt=part) for q, part in zip(queries, some, strict=True)]
+    )

@@ -22,6 +22,7 @@ from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.step.expert_loads import Routers
 from megazero.generation.generate import NewTokens
 from megazero.generation.kv_cache import KVCache
+from megazero.generation.target_scores import target_scores
 
 
 class InferenceModel:
@@ -111,7 +112,7 @@ class InferenceModel:
 
     @torch.no_grad()
     def target_scores(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
-        """Return `Output.target_scores` of each continuation of n tokens, [2, n], on the last stage; nothing elsewhere.
+        """Return `target_scores` of each continuation of n tokens, [2, n], on the last stage; nothing elsewhere.
 
         Computes all tokens at once, without padding, on one context-parallel rank.
         """
@@ -125,9 +126,7 @@ class InferenceModel:
         targets = torch.tensor([[token for ids in labels for token in ids]], device=device)
         counts = [[0.0] * (len(context) - 1) + [1.0] * len(continuation) for context, continuation in pairs]
         weights = torch.tensor([[each for counted in counts for each in counted]], device=device)
-        found = head.vocabulary.target_scores(x, head.norm, targets, weights)[:, 0].split(
-            [len(ids) for ids in inputs], dim=1
-        )
+        found = target_scores(head, x, targets, weights)[:, 0].split([len(ids) for ids in inputs], dim=1)
         return [each[:, -len(pair.continuation) :] for each, pair in zip(found, pairs, strict=True)]
 
     def _tokens(self, new: Sequence[NewTokens], own: Sequence[Ranges], cache: KVCache) -> MicroBatchInfo:
@@ -138,19 +137,33 @@ class InferenceModel:
             for one, part in zip(new, own, strict=True)
             for run in part
         )
+        positions = torch.cat([torch.arange(run.start, run.stop, device=self.mesh.device) for run in runs])[None]
         return MicroBatchInfo(
-            length=0, samples=tuple(range(len(new))), training=False, rows=rows, runs=runs, cache=cache
+            length=0, samples=(0,), training=False, rows=rows, runs=runs, cache=cache, head_positions=positions
         )
 
     def _hidden(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
         """ids [1, T] -> [T, h] after this rank's layers; also sent to the next stage."""
         pp = self.mesh.pp
-        if pp.is_first:
-            x = self.stage.embed(ids, tokens)
-        else:
-            x = torch.empty(ids.numel(), self.model.hidden_size, dtype=self.dtype, device=self.mesh.device)
-            pp.start_recv(x, -1, lane=0, tag=0).wait()
-        x = self.stage.body(x, tokens)
+        received = None
+        if not pp.is_first:
+            received = torch.empty(ids.numel(), self.model.hidden_size, dtype=self.dtype, device=self.mesh.device)
+            pp.start_recv(received, -1, lane=0, tag=0).wait()
+        x = hidden_states(self.stage, ids, tokens, received)
         if not pp.is_last:
             pp.start_send(x, 1, lane=0, tag=0).wait()
         return x
+
+
+def hidden_states(
+    stage: Stage, ids: torch.Tensor, tokens: MicroBatchInfo, received: torch.Tensor | None = None
+) -> torch.Tensor:
+    """ids [b, s] -> [T', h] after a rank's embeddings and blocks; `received` [T', h]: from the stage before."""
+    x = received
+    if x is None:
+        assert stage.token_embedding is not None
+        x = stage.token_embedding(ids, tokens)
+        x = x if stage.position_embedding is None else stage.position_embedding(x, tokens)
+    for block in stage.blocks.values():
+        x = block(x, tokens)
+    return x

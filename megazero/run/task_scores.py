@@ -5,6 +5,7 @@ Shapes: s sequence, R requests.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import defaultdict
@@ -29,6 +30,7 @@ from megazero.files import explain, replace_file
 from megazero.flags.batch_ramp import BatchSizes
 from megazero.flags.config import Config
 from megazero.flags.validate import check_device
+from megazero.generation.target_scores import score_batch
 from megazero.observe.loggers import finite
 from megazero.observe.progress_line import Record
 from megazero.run.evaluation import Stopped
@@ -132,7 +134,7 @@ class TaskScorer:
         return summed[0].tolist(), summed[1].tolist()
 
     def target_scores(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Return [2, b, s] for each micro-batch on the last stage, see `Output.target_scores`; nothing on other stages.
+        """Return `generation.target_scores`, [2, b, s], of each micro-batch on the last stage; nothing on other stages.
 
         Targets that do not count have 0. Attention stays within the documents of a micro-batch and positions restart
         with them, even if no flag asks for it; without `document_starts` every sample is one document.
@@ -140,7 +142,7 @@ class TaskScorer:
         apart = any(batch.document_starts is not None for batch in batches)
         data = replace(self.config.data, reset_attention_mask=apart, reset_position_ids=apart)
         head = self.engine.model.head
-        found, uploaded = self.engine.forward(batches, head.target_scores if head else None, data)
+        found, uploaded = self.engine.forward(batches, functools.partial(score_batch, head) if head else None, data)
         own = [found[i].view(2, *each.ids.shape) for i, each in enumerate(uploaded.micro_batches) if found]
         return [self._whole_samples(x, each) for x, each in zip(own, uploaded.micro_batches, strict=False)]
 

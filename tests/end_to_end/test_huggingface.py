@@ -19,7 +19,7 @@ from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.context import MicroBatchInfo
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.config import ModelConfig
-from megazero.generation.model import InferenceModel
+from megazero.generation.model import InferenceModel, hidden_states
 from megazero.interop.huggingface.families import family_of
 from megazero.run.run_state import RunState, run_tokenizer
 from tests.end_to_end.cli import metrics, pretrain
@@ -85,7 +85,7 @@ def logits_of_ours(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     stage = inference.stage
     with torch.no_grad():
         tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), inference.stream, training=False)
-        return stage.head.logits(stage.body(stage.embed(ids, tokens), tokens)).view(*ids.shape, -1)
+        return stage.head.whole_logits(hidden_states(stage, ids, tokens)).view(*ids.shape, -1)
 
 
 def assert_same_logits(found: torch.Tensor, folder: Path, ids: torch.Tensor) -> None:

@@ -273,7 +273,7 @@ class _Blocks(AllKeys):
         self.dealt = dealt
 
     def tokens(self, batch: int, length: int) -> list[tuple[Ranges, ...]]:
-        order = [(self.dealt.rank - step) % self.dealt.size for step in range(self.dealt.size)]
+        order = [(self.dealt.rank - step) % len(self.dealt.ranges[0]) for step in range(len(self.dealt.ranges[0]))]
         return [self.dealt.of_rank(rank) for rank in order]
 
     def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Pair]:

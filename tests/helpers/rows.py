@@ -6,8 +6,7 @@ import functools
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from megazero.engine.model.block import BLOCK_CLASSES, ParallelBlock, SequentialBlock
-from megazero.engine.model.layers.layer import Layer
+from megazero.engine.model.block import BLOCK_CLASSES, Layer, ParallelBlock, SequentialBlock
 from megazero.engine.options.architectures import ARCHITECTURES as TRAITS
 from megazero.engine.options.architectures import ROTARY, ArchitectureTraits
 from megazero.flags.cli import parse

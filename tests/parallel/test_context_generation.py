@@ -21,7 +21,7 @@ from megazero.engine.model.scores import Scores
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.config import ModelConfig
 from megazero.generation.generate import Generator, NewTokens, Text
-from megazero.generation.kv_cache import KVCache
+from megazero.generation.kv_cache import KVCache, attend_prompt
 from megazero.generation.model import InferenceModel
 from megazero.generation.sampling import Sampling
 from tests import reference
@@ -221,7 +221,7 @@ def attended(rank: int, dtype: torch.dtype, scores: Scores) -> list[float]:
         core = CoreAttention(Dropout(0.0, 0, 0, "scores"), EAGER, False, scores, cp)
 
         def prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dealt: DealtTokens | None) -> torch.Tensor:
-            return core.prompt(q, k, v, False, dealt, most=4 * 60 * 7)  # 20 queries in parts of 7
+            return attend_prompt(core, q, k, v, False, dealt, most=4 * 60 * 7)  # 20 queries in parts of 7
 
         own = cache.dealt(60, torch.device("cpu"))
         first = torch.arange(60) if own is None else own.indices[0]

@@ -17,6 +17,7 @@ from megazero.engine.kernels.dropout import Rows
 from megazero.engine.model.layers.context import MicroBatchInfo
 from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.generation.kv_cache import KVCache
+from megazero.generation.model import hidden_states
 from megazero.planner.bytes.estimate import estimate
 from tests import reference
 from tests.helpers.rings import by_default
@@ -118,9 +119,10 @@ def cached_logits(rank: int, case: Case) -> torch.Tensor:
     with torch.no_grad():
         for part in (range(4), *(range(at, at + 1) for at in range(4, ids.shape[1]))):
             rows = tuple(Rows(sample, part.start, len(part)) for sample in range(2))
-            tokens = MicroBatchInfo(0, (0, 1), False, rows, (part, part), cache)
-            x = stage.embed(ids[:, part.start : part.stop].reshape(1, -1), tokens)
-            found.append(stage.head.whole_logits(stage.body(x, tokens)).view(2, len(part), -1))
+            positions = torch.tensor([[*part, *part]])
+            tokens = MicroBatchInfo(0, (0,), False, rows, (part, part), cache, head_positions=positions)
+            x = hidden_states(stage, ids[:, part.start : part.stop].reshape(1, -1), tokens)
+            found.append(stage.head.whole_logits(x).view(2, len(part), -1))
     return torch.cat(found, 1)
 
 

@@ -11,10 +11,9 @@ from unittest.mock import patch
 
 import pytest
 
-from megazero.engine.model.block import BLOCK_CLASSES, SequentialBlock
+from megazero.engine.model.block import BLOCK_CLASSES, MLP, SequentialBlock
 from megazero.engine.model.layers.attention import GroupedAttention
 from megazero.engine.model.layers.context import Context
-from megazero.engine.model.layers.mlp import MLP
 from megazero.engine.model.layers.norm import LayerNorm, RMSNorm
 from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES as OPTIONS
@@ -56,9 +55,9 @@ class AlternatingBlock(SequentialBlock):
         self.norm1, self.norm2 = LayerNorm(model, context), RMSNorm(model, context)
         if self.kind(model, number):
             wide = replace(model, kv_channels=HEAD_DIM, qk_layernorm=True, ffn_hidden_size=FFN)
-            self.attention, self.mlp = GroupedAttention(wide, number, context, RMSNorm), MLP(wide, context)
+            self.attention, self.mlp = GroupedAttention(wide, number, context), MLP(wide, context)
         else:
-            self.attention = GroupedAttention(model, number, context, RMSNorm)
+            self.attention = GroupedAttention(model, number, context)
             self.mlp = MLP(model, context, "gelu-tanh", bias=True)
 
     @staticmethod

@@ -1,34 +1,31 @@
-"""Rows of tokens on their way to their experts and back: sorted by expert, and exchanged over the ranks of `ep`.
+"""A micro-batch's choices of experts, and its rows on their way to them and back: sorted, and exchanged over `ep`.
 
 A token has a row for each of its k experts. A rank sorts its rows by expert, so those of one rank's experts are
 neighbours, and sends them by an all-to-all. The receiver sorts them again, because every rank has sent some for each of
 its experts.
 
-Shapes: T tokens, k experts of a token, R rows of this rank: T k less dropped choices, R' rows that its experts receive,
-E experts, p ranks of ep; c any width.
+Shapes: b micro-batch, T tokens, k experts of a token, R rows of this rank: T k less dropped choices, R' rows
+that its experts receive, E experts, p ranks of ep; c any width.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from megazero.engine.kernels.eager import is_stand_in
 from megazero.engine.kernels.grouped import RowGroups
+from megazero.engine.memory.tracker import Allocation, MemoryTracker
 from megazero.engine.mesh.collectives import AsyncTensor, Axis, Pending
 
 
 class SortedRows(NamedTuple):
-    """The rows of this rank's tokens, by expert.
+    """The rows of this rank's tokens, by expert."""
 
-    Attributes:
-        order: row -> its place among the choices [T, k] of all tokens.
-        shape: T, k
-    """
-
-    order: torch.Tensor
-    shape: torch.Size
+    order: torch.Tensor  # row -> its place among the choices [T, k] of all tokens
+    shape: torch.Size  # T, k
 
     @classmethod
     def of(cls, ids: torch.Tensor, dispatch: Dispatch) -> SortedRows:
@@ -44,33 +41,20 @@ class SortedRows(NamedTuple):
         return x.flatten().index_select(0, self.order)
 
     def unsorted(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [R] -> [T, k]"""
-        return self._placed(rows).view(self.shape)
-
-    def sum_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [R, c] -> [T, c], summed over a token's experts in the order of its choices"""
-        return self._placed(rows).view(*self.shape, rows.shape[1]).sum(1)
-
-    def _placed(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [R, ..] -> [T k, ..]; 0 of dropped choices"""
+        """rows [R, ..] -> [T, k, ..]; 0 of dropped choices"""
         whole = self.shape.numel()
         new = rows.new_empty if len(rows) == whole else rows.new_zeros
-        return new(whole, *rows.shape[1:]).index_copy_(0, self.order, rows)
+        return new(whole, *rows.shape[1:]).index_copy_(0, self.order, rows).view(*self.shape, *rows.shape[1:])
 
 
 class Dispatch(NamedTuple):
-    """The exchange of a micro-batch's rows over `ep`.
-
-    Attributes:
-        sends, receives: rows to and from each rank.
-        groups: the received rows, by expert of this rank.
-        table: rows that each rank sends to each expert of this rank, [p, E / p] int64; None: rows stay on their rank.
-    """
+    """The exchange of a micro-batch's rows over `ep`."""
 
     axis: Axis
-    sends: list[int]
-    receives: list[int]
-    groups: RowGroups
+    sends: list[int]  # rows to each rank
+    receives: list[int]  # rows from each rank
+    groups: RowGroups  # the received rows, by expert of this rank
+    # rows that each rank sends to each expert of this rank, [p, E / p] int64; None: rows stay on their rank
     table: torch.Tensor | None
 
     @classmethod
@@ -90,13 +74,7 @@ class Dispatch(NamedTuple):
         if not axis.peers:
             sizes = _sizes(counts, total, pretends) if on_host or most < len(ids) * experts else None
             rows = len(flat) if sizes is None else sum(sizes)
-            return cls(
-                axis=axis,
-                sends=[rows],
-                receives=[rows],
-                groups=RowGroups.of(counts, sizes if on_host else None),
-                table=None,
-            )
+            return cls(axis, [rows], [rows], RowGroups.of(counts, sizes if on_host else None), table=None)
         table, each = torch.empty_like(counts).view(axis.size, -1), experts // axis.size
         axis.start_all_to_all(counts.view_as(table), table, *[[1] * axis.size] * 2).wait()
         both = _sizes(torch.stack([counts, table.flatten()]), total, pretends)
@@ -118,17 +96,47 @@ class Dispatch(NamedTuple):
 
     def start(self, rows: torch.Tensor) -> AsyncTensor:
         """rows [R, ..] -> [R', ..], at the ranks of their experts"""
-        if self.table is None:
-            return AsyncTensor(rows, Pending())
-        out = rows.new_empty(sum(self.receives), *rows.shape[1:])
-        return AsyncTensor(out, self.axis.start_all_to_all(rows, out, self.sends, self.receives))
+        return self._start(rows, self.sends, self.receives)
 
     def start_back(self, rows: torch.Tensor) -> AsyncTensor:
         """rows [R', ..] -> [R, ..], at the ranks of their tokens"""
+        return self._start(rows, self.receives, self.sends)
+
+    def _start(self, rows: torch.Tensor, sends: list[int], receives: list[int]) -> AsyncTensor:
         if self.table is None:
             return AsyncTensor(rows, Pending())
-        out = rows.new_empty(sum(self.sends), *rows.shape[1:])
-        return AsyncTensor(out, self.axis.start_all_to_all(rows, out, self.receives, self.sends))
+        out = rows.new_empty(sum(receives), *rows.shape[1:])
+        return AsyncTensor(out, self.axis.start_all_to_all(rows, out, sends, receives))
+
+
+class Choices(NamedTuple):
+    """The experts that tokens pass."""
+
+    # [T, k] int16; E more than the expert's number if it has no room for the choice, which is dropped
+    ids: torch.Tensor
+    # choices of each expert in each whole sample, [b, E]; None: there is no loss that needs them
+    counts: torch.Tensor | None
+    dispatch: Dispatch  # the way of their rows to the experts
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The choices of a training step's micro-batch, and the numbers with which balance losses enter the objective."""
+
+    targets: torch.Tensor  # of each whole sample, [b] fp64
+    seed: torch.Tensor  # d objective / d loss, a scalar in fp64; see `Interpreter.run`
+    _kept: dict[int, tuple[Choices, Allocation]] = field(default_factory=dict)
+
+    def keep(self, layer: int, choices: Choices, tracker: MemoryTracker) -> None:
+        """Keep the choices of a layer's Forward, so that its Recompute makes the same."""
+        parts = choices.ids, choices.counts, choices.dispatch.table
+        num_bytes = sum(part.nbytes for part in parts if part is not None)
+        self._kept[layer] = choices, tracker.allocate("activation_checkpoints", num_bytes)
+
+    def take(self, layer: int) -> Choices | None:
+        """Return kept choices, once."""
+        choices, _ = self._kept.pop(layer, (None, None))
+        return choices
 
 
 def arranged(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

@@ -22,17 +22,11 @@ class DocumentSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch.
+    """The documents of a micro-batch."""
 
-    Attributes:
-        starts: per token, the index in its sample at which its document begins, [b, s] int64 on the device.
-        bounds: of the documents among the T = b s tokens, [N + 1] int32 on the device.
-        spans: the same as Python numbers, in the order of the tokens.
-    """
-
-    starts: torch.Tensor
-    bounds: torch.Tensor
-    spans: tuple[DocumentSpan, ...]
+    starts: torch.Tensor  # per token, the index in its sample at which its document begins, [b, s] int64 on the device
+    bounds: torch.Tensor  # of the documents among the T = b s tokens, [N + 1] int32 on the device
+    spans: tuple[DocumentSpan, ...]  # the same as Python numbers, in the order of the tokens
 
     @classmethod
     def of(cls, starts: torch.Tensor) -> Documents:
@@ -43,13 +37,6 @@ class Documents:
             found.append(DocumentSpan(sample, first, following[1] if following[0] == sample else length))
         firsts_of_all = [span.sample * length + span.first for span in found]
         return cls(starts, torch.tensor([*firsts_of_all, starts.numel()], dtype=torch.int32), tuple(found))
-
-    @classmethod
-    def whole(cls, batch: int, length: int, device: torch.device) -> Documents:
-        """Return samples of one document each."""
-        starts = torch.zeros(batch, length, dtype=torch.int64, device=device)
-        bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
-        return cls(starts, bounds, tuple(DocumentSpan(sample, 0, length) for sample in range(batch)))
 
     @cached_property
     def positions(self) -> torch.Tensor:

@@ -13,13 +13,11 @@ import torch.nn as nn
 from megazero.engine.kernels.eager import LogitMap
 from megazero.engine.memory.tracker import MemoryTracker
 from megazero.engine.mesh.collectives import Axis
-from megazero.engine.model.block import BLOCK_CLASSES
+from megazero.engine.model.block import BLOCK_CLASSES, Layer
 from megazero.engine.model.layers.context import Context, DeviceBatch, MicroBatchInfo, ResidualStream
-from megazero.engine.model.layers.embedding import PositionEmbedding
-from megazero.engine.model.layers.layer import Layer
 from megazero.engine.model.layers.norm import NORMS, Norm
 from megazero.engine.model.layers.vocabulary import Output, VocabularyTable
-from megazero.engine.model.layers.weight import Weight, named_weights
+from megazero.engine.model.layers.weight import GradWriter, Weight, named_weights
 from megazero.engine.model.prediction import Depths, Prediction
 from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.layers import End, LayerKind, Layers, Use
@@ -44,6 +42,51 @@ class TokenEmbedding(VocabularyTable, Layer):
 
     def compute(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
         return self(batch.ids, batch.tokens)
+
+
+class _AddPositions(torch.autograd.Function):
+    """`runs`: the positions of the tokens of x."""
+
+    @staticmethod
+    def forward(ctx, x, weight, runs, handle):
+        ctx.weight, ctx.runs = weight, runs
+        y = torch.empty_like(x)
+        for part, into, run in zip(*(_split(t, runs) for t in (x, y)), runs, strict=True):
+            torch.add(part, weight.data[run.start : run.stop], out=into)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        def write(dy: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+            if not add:
+                out.zero_()
+            for part, run in zip(_split(dy, ctx.runs), ctx.runs, strict=True):
+                out[run.start : run.stop].add_(part)
+
+        ctx.weight.accumulate_grad(GradWriter(write, (dy,)))
+        return dy, None, None, None
+
+
+def _split(x: torch.Tensor, runs: tuple[range, ...]) -> tuple[torch.Tensor, ...]:
+    return x.split([len(run) for run in runs])
+
+
+class PositionEmbedding(Layer):
+    """Adds learned positions, then applies the embedding's dropout."""
+
+    use, end = Use.LOOKUP, End.FIRST
+
+    def __init__(self, model: ModelConfig, context: Context) -> None:
+        super().__init__()
+        self.weight = context.weight(model.seq_length, model.hidden_size, std=model.init_method_std, decays=True)
+        self.dropout = context.dropout(model.hidden_dropout, -1, "embedding")
+
+    def forward(self, x: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
+        """x [T', h] -> [T', h]"""
+        return self.dropout(_AddPositions.apply(x, self.weight, tokens.runs, self.weight.handle), tokens.dropout_rows)
+
+    def compute(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
+        return self(x, batch.tokens)
 
 
 class Head(Layer):
@@ -77,15 +120,6 @@ class Head(Layer):
         if self.depths is not None and batch.ahead:
             return self.depths.losses(x, batch)
         return self.vocabulary.loss(x, self.norm, batch.labels, batch.loss_mask, batch.seed)
-
-    def target_scores(self, x: torch.Tensor | None, batch: DeviceBatch, output: bool) -> torch.Tensor:
-        """x [T', h] -> `Output.target_scores` of the targets that count, flat, [2 b s]."""
-        assert x is not None
-        return self.vocabulary.target_scores(x, self.norm, batch.labels, batch.loss_mask).flatten()
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x [.., h] -> [.., v/tp], without a gradient."""
-        return self.vocabulary.logits(self.norm(x))
 
     def whole_logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, h] -> [n, v], the same on all of tp, without a gradient."""
@@ -129,18 +163,6 @@ class Stage(nn.Module):
 
     def layer(self, name: str) -> Layer:
         return self.get_submodule(name)
-
-    def embed(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
-        """ids [b, s] -> [T', h]; on the first pipeline rank."""
-        assert self.token_embedding is not None
-        x = self.token_embedding(ids, tokens)
-        return x if self.position_embedding is None else self.position_embedding(x, tokens)
-
-    def body(self, x: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
-        """x [T', h] -> [T', h], through this rank's blocks."""
-        for block in self.blocks.values():
-            x = block(x, tokens)
-        return x
 
 
 def block_numbers(names: Iterable[str]) -> frozenset[int]:

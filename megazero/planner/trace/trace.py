@@ -26,7 +26,7 @@ from megazero.engine.kernels.kernel_table import KERNELS
 from megazero.engine.kernels.matmul import Products
 from megazero.engine.memory.tracker import MemoryTracker
 from megazero.engine.model.context_parallel.dealt import DealtTokens
-from megazero.engine.model.documents import Documents
+from megazero.engine.model.documents import Documents, DocumentSpan
 from megazero.engine.model.layers.context import (
     DTYPES,
     Ahead,
@@ -52,6 +52,13 @@ from megazero.planner.trace.pretend import pretend_mesh
 from megazero.torch_private import fake_tensors
 
 SMALL, SMALL_FLOPS = 1 << 24, 1 << 32  # elements of a layer's weights, FLOPs of its forward: tenths of a second
+
+
+def whole_samples(batch: int, length: int, device: torch.device) -> Documents:
+    """Return samples of one document each."""
+    starts = torch.zeros(batch, length, dtype=torch.int64, device=device)
+    bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
+    return Documents(starts, bounds, tuple(DocumentSpan(sample, 0, length) for sample in range(batch)))
 
 
 class LayerTrace(NamedTuple):
@@ -263,7 +270,7 @@ class Traced:
         self.compute = self.stage.layer(kind.layer).compute
         ids = torch.zeros(kind.micro_batch_size, length, dtype=torch.int64, device=device)
         # the bytes do not depend on where documents begin
-        self.documents, self.dealt = Documents.whole(kind.micro_batch_size, length, device), None
+        self.documents, self.dealt = whole_samples(kind.micro_batch_size, length, device), None
         if kind.cp > 1:
             ranges = deal(length, kind.cp, multiple=kind.multiple).ranges
             dealt = DealtTokens.of((ranges,) * kind.micro_batch_size, self.mesh.cp.rank, length)

@@ -17,6 +17,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
 from megazero.flags.cli import read
 from megazero.flags.resolve import resolve
+from megazero.generation.model import hidden_states
 from megazero.interop.huggingface.configuration import SAME_TYPE
 from megazero.interop.huggingface.export import plan_shards, shapes_of
 from megazero.interop.huggingface.families import MODELS, family_of
@@ -111,7 +112,7 @@ def logits_of_ours(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
     model = engine.model
     with torch.no_grad():
         tokens = MicroBatchInfo.of(ids, tuple(range(len(ids))), model.stream, training=False)
-        return model.head.logits(model.body(model.embed(ids, tokens), tokens)).view(*ids.shape, -1)
+        return model.head.whole_logits(hidden_states(model, ids, tokens)).view(*ids.shape, -1)
 
 
 @pytest.mark.second

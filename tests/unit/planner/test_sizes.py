@@ -169,7 +169,7 @@ def test_a_rank_may_hold_several_ranges_of_tokens() -> None:
     dealt = DealtTokens.of(tuple(zip(own, other, strict=True)), 0, 8)
     info = MicroBatchInfo.of(ids, (6, 7), stream, training=True, dealt=dealt)
     assert [tuple(row) for row in info.rows] == [(7, 1, 1), (7, 4, 3)]
-    assert info.positions(torch.device("cpu")).tolist() == [1, 4, 5, 6]
+    assert [position for run in info.runs for position in run] == [1, 4, 5, 6]
     assert info.head_positions is not None and info.head_positions.tolist() == [[0, 3, 4, 5], [1, 4, 5, 6]]
     documents = Documents.of(torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3]]).repeat(2, 1))
     bounded = MicroBatchInfo.of(ids, (6, 7), stream, training=True, position_documents=documents, dealt=dealt)

@@ -16,21 +16,13 @@ Ranges = tuple[range, ...]  # ascending indices in a sample, without overlap
 
 
 class DealtTokens(NamedTuple):
-    """The tokens of each rank. Ranks may have different numbers of them; a rank has as many of every sample.
+    """The tokens of each rank. Ranks may have different numbers of them; a rank has as many of every sample."""
 
-    Attributes:
-        ranges: [sample of the micro-batch][rank] -> indices in the sample.
-        rank: of this process.
-        length: s.
-        indices: of this rank's tokens in their samples, [b, t] int64 on the device.
-        rows: of all tokens in a buffer of the ranks' tokens, [c, b, t_max]: [b * s] int64 on the device.
-    """
-
-    ranges: tuple[tuple[Ranges, ...], ...]
-    rank: int
-    length: int
-    indices: torch.Tensor
-    rows: torch.Tensor
+    ranges: tuple[tuple[Ranges, ...], ...]  # [sample of the micro-batch][rank] -> indices in the sample
+    rank: int  # of this process
+    length: int  # s
+    indices: torch.Tensor  # of this rank's tokens in their samples, [b, t] int64 on the device
+    rows: torch.Tensor  # of all tokens in a buffer of the ranks' tokens, [c, b, t_max]: [b * s] int64 on the device
 
     @classmethod
     def of(cls, ranges: Sequence[Sequence[Sequence[range]]], rank: int, length: int) -> DealtTokens:
@@ -49,11 +41,6 @@ class DealtTokens(NamedTuple):
         return cls(ranges=dealt, rank=rank, length=length, indices=torch.stack(indices), rows=rows.view(-1))
 
     @property
-    def size(self) -> int:
-        """Return c."""
-        return len(self.ranges[0])
-
-    @property
     def most(self) -> int:
         """Return t_max."""
         return max(num_tokens(own) for own in self.ranges[0])
@@ -62,24 +49,15 @@ class DealtTokens(NamedTuple):
         """Return a rank's ranges of each sample."""
         return tuple(sample[rank] for sample in self.ranges)
 
-    @property
-    def alike(self) -> bool:
-        """Return whether a rank has the same tokens of every sample."""
-        return len(set(self.ranges)) == 1
-
 
 def num_tokens(ranges: Ranges) -> int:
     return sum(map(len, ranges))
 
 
 def score_rows(samples: Sequence[int], heads: range, length: int, dealt: DealtTokens | None) -> tuple[Rows, ...]:
-    """Return the rows of the dropout masks of scores [b, heads, t, s]: head * s + query.
+    """Return the rows of the dropout masks of scores [b, heads, t, s]: head * s + query; s is `length`.
 
-    Args:
-        samples: their global numbers.
-        heads: of the model.
-        length: s.
-        dealt: None: this rank has all tokens.
+    samples: their global numbers; heads: of the model. Without `dealt`, this rank has all tokens.
     """
     if dealt is None:
         return tuple(Rows(sample, heads.start * length, len(heads) * length) for sample in samples)

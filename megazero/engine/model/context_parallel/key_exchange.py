@@ -25,9 +25,10 @@ class AllKeys:
     Attributes:
         again: whether a backward exchanges keys again. Else it uses those that `gather` returned, which are saved.
         merges: whether attention of a query is merged from several blocks.
+        sums_over_ranks: whether gradients are summed over ranks.
     """
 
-    again = merges = False
+    again = merges = sums_over_ranks = False
 
     def gather(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
         """Keys and values [b, g, t, d] of this rank -> those of which `blocks` are made."""
@@ -43,7 +44,7 @@ class AllKeys:
 
     def grad_dtype(self, k: torch.Tensor) -> torch.dtype:
         """Return the type in which gradients are summed."""
-        return k.dtype
+        return wide(k) if self.sums_over_ranks else k.dtype
 
     def reduce(self, gradients: Iterable[Pair]) -> Pair:
         """Gradients of the keys and values of each block, this rank's summands -> those of this rank's tokens."""
@@ -58,15 +59,11 @@ class GatheredKeys(AllKeys):
     axis: Axis
     dealt: DealtTokens
     again: bool = False
+    sums_over_ranks = True
 
     def gather(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
-        part = _packed((k, v), self.dealt.most).flatten(0, 1)
-        whole = part.new_empty(self.axis.size * len(part), *part.shape[1:])
-        self.axis.all_gather(part, whole)
-        return _unpacked(whole.index_select(0, self.dealt.rows).view(len(k), self.dealt.length, *part.shape[1:]))
-
-    def grad_dtype(self, k: torch.Tensor) -> torch.dtype:
-        return wide(k)
+        whole = _gather(self.axis, self.dealt, _packed((k, v), self.dealt.most))
+        return _unpacked(whole.unflatten(0, (len(k), self.dealt.length)))
 
     def reduce(self, gradients: Iterable[Pair]) -> Pair:
         (found,) = gradients
@@ -74,10 +71,7 @@ class GatheredKeys(AllKeys):
         buffer = found[0].new_zeros(self.axis.size, b, self.dealt.most, 2, g, d)
         for number, x in enumerate(found):
             buffer.view(-1, 2, g, d)[:, number].index_copy_(0, self.dealt.rows, x.transpose(1, 2).flatten(0, 1))
-        own = torch.empty_like(buffer[0])
-        scratch = own.new_empty(self.axis.scratch_numel(own.numel()) if self.axis.needs_staging_buffer else 0)
-        self.axis.start_reduce_scatter(buffer.view(-1), own.view(-1), False, scratch).wait()
-        return _unpacked(own[:, : self.dealt.indices.shape[1]])
+        return _unpacked(_sum_own(self.axis, buffer)[:, : self.dealt.indices.shape[1]])
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ class RingKeys(AllKeys):
 
     axis: Axis
     dealt: DealtTokens
-    again = merges = True
+    again = merges = sums_over_ranks = True
 
     def blocks(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Pair]:
         buffer = _packed((k, v), self.dealt.most)
@@ -104,9 +98,6 @@ class RingKeys(AllKeys):
 
     def tokens(self, batch: int, length: int) -> list[tuple[Ranges, ...]]:
         return [self.dealt.of_rank((self.axis.rank - step) % self.axis.size) for step in range(self.axis.size)]
-
-    def grad_dtype(self, k: torch.Tensor) -> torch.dtype:
-        return wide(k)
 
     def reduce(self, gradients: Iterable[Pair]) -> Pair:
         steps = iter(gradients)
@@ -141,19 +132,30 @@ class GatheredTokens:
         b, t = self.dealt.indices.shape
         part = x.new_zeros(b, self.dealt.most, x.shape[1])
         part[:, :t] = x.view(b, t, -1)
-        whole = x.new_empty(self.axis.size * b * self.dealt.most, x.shape[1])
-        self.axis.all_gather(part.flatten(0, 1), whole)
-        return whole.index_select(0, self.dealt.rows)
+        return _gather(self.axis, self.dealt, part)
 
     def reduce(self, gradient: torch.Tensor) -> torch.Tensor:
         """This rank's summands [b s, c], in fp32 at least -> the sums over ranks of its tokens [b t, c]."""
         b, t = self.dealt.indices.shape
-        buffer = gradient.new_zeros(self.axis.size * b * self.dealt.most, gradient.shape[1])
-        buffer.index_copy_(0, self.dealt.rows, gradient)
-        own = gradient.new_empty(b, self.dealt.most, gradient.shape[1])
-        scratch = own.new_empty(self.axis.scratch_numel(own.numel()) if self.axis.needs_staging_buffer else 0)
-        self.axis.start_reduce_scatter(buffer.view(-1), own.view(-1), False, scratch).wait()
-        return own[:, :t].flatten(0, 1)
+        buffer = gradient.new_zeros(self.axis.size, b, self.dealt.most, gradient.shape[1])
+        buffer.view(-1, gradient.shape[1]).index_copy_(0, self.dealt.rows, gradient)
+        return _sum_own(self.axis, buffer)[:, :t].flatten(0, 1)
+
+
+def _gather(axis: Axis, dealt: DealtTokens, part: torch.Tensor) -> torch.Tensor:
+    """part [b, t_max, ..] of this rank's tokens -> [b s, ..] of whole samples."""
+    part = part.flatten(0, 1)
+    whole = part.new_empty(axis.size * len(part), *part.shape[1:])
+    axis.all_gather(part, whole)
+    return whole.index_select(0, dealt.rows)
+
+
+def _sum_own(axis: Axis, buffer: torch.Tensor) -> torch.Tensor:
+    """This rank's summands [c, b, t_max, ..] of all tokens -> the sums over ranks of its own tokens [b, t_max, ..]."""
+    own = torch.empty_like(buffer[0])
+    scratch = own.new_empty(axis.scratch_numel(own.numel()) if axis.needs_staging_buffer else 0)
+    axis.start_reduce_scatter(buffer.view(-1), own.view(-1), False, scratch).wait()
+    return own
 
 
 def _packed(pair: Pair, most: int) -> torch.Tensor:

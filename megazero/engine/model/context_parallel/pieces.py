@@ -1,6 +1,7 @@
-"""Attention in pieces: queries that see the same first key, and the keys of a block that they see.
+"""Attention in pieces: queries that see the same first key, and the keys of a block that they see. And its kernels.
 
-Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank.
+Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank, n heads, g groups of keys and values,
+d head dim, q queries, L keys.
 """
 
 from __future__ import annotations
@@ -8,34 +9,32 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from megazero import torch_private
 from megazero.engine.model.context_parallel.dealt import DealtTokens, Ranges
 from megazero.engine.model.documents import Documents
+from megazero.engine.model.scores import Scores
 
 ALIGNMENT = 8  # elements of a mask's row that GPUs read together
 LEAST_CHUNK = 64  # queries of a window's pieces: fewer cost more in calls than they save in masked keys
 
 EVERY = slice(None)
+Tensors = tuple[torch.Tensor, ...]
 Index = tuple[slice, slice, slice]  # indexes [b, heads, tokens, ..]
 
 
 class Piece(NamedTuple):
-    """The queries [first, stop) of some samples, which see keys of [seen, stop).
-
-    Attributes:
-        row: of the first query among this rank's tokens of a sample.
-        masked: by a window: the keys are those of a window before the first query, and of the queries.
-    """
+    """The queries [first, stop) of some samples, which see keys of [seen, stop)."""
 
     samples: slice
-    row: int
+    row: int  # of the first query among this rank's tokens of a sample
     first: int
     stop: int
     seen: int
-    masked: bool
+    masked: bool  # by a window: the keys are those of a window before the first query, and of the queries
 
     @property
     def queries(self) -> Index:
@@ -127,7 +126,7 @@ def _samples(
     documents: Documents | None, length: int, dealt: DealtTokens | None
 ) -> Iterator[tuple[slice, Ranges, list[int]]]:
     """Yield samples, this rank's ranges of them, and the ends of their documents. Equal samples come together."""
-    if documents is None and (dealt is None or dealt.alike):
+    if documents is None and (dealt is None or len(set(dealt.ranges)) == 1):
         yield slice(None), (range(length),) if dealt is None else dealt.of_rank(dealt.rank)[0], [length]
         return
     ends = [[length]] * (0 if dealt is None else len(dealt.ranges))
@@ -146,16 +145,10 @@ def _cut(samples: slice, row: int, queries: range, begin: int, window: int, chun
         window = 0
     full = min(max(begin + window, first), stop) if window else stop
     if first < full:
-        yield Piece(samples=samples, row=row, first=first, stop=full, seen=begin, masked=False)
+        yield Piece(samples, row, first, full, seen=begin, masked=False)
     for at in range(full, stop, chunk(window)):
-        yield Piece(
-            samples=samples,
-            row=row + at - first,
-            first=at,
-            stop=min(at + chunk(window), stop),
-            seen=at - window,
-            masked=True,
-        )
+        end = min(at + chunk(window), stop)
+        yield Piece(samples, row + at - first, at, end, seen=at - window, masked=True)
 
 
 def chunk(window: int) -> int:
@@ -172,3 +165,73 @@ def window_mask(like: torch.Tensor, window: int) -> torch.Tensor | None:
     columns = -(-(window + chunk(window)) // ALIGNMENT) * ALIGNMENT
     mask = like.new_full((chunk(window), columns), -torch.inf)
     return mask.triu_(window + 1) + mask.new_full(mask.shape, -torch.inf).tril_()
+
+
+class CpuKernel:
+    """torch's kernel for CPUs, below autograd. It takes square causal scores, all scores, or a mask.
+
+    Attributes:
+        joined: a kernel attends to earlier and own keys together; else they are two parts.
+    """
+
+    joined = False
+
+    def __init__(self, like: torch.Tensor, scores: Scores) -> None:
+        self.mask, self.scale = window_mask(like, scores.window), scores.scale or None
+
+    def _options(self, part: Part) -> tuple[bool, dict[str, Any]]:
+        mask = part.piece.of(self.mask) if part.own else None
+        return part.own and mask is None, {"attn_mask": mask, "scale": self.scale}
+
+    def forward(self, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+        """q [b, n, q, d], k and v [b, g, L, d] -> output [b, n, q, d], log-sum-exp of the scores [b, n, q]"""
+        causal, options = self._options(part)
+        found: Tensors = torch_private.CPU_ATTENTION(q, k, v, 0.0, causal, **options)
+        return found
+
+    def backward(self, part: Part, dy: torch.Tensor, *saved: torch.Tensor) -> Tensors:
+        """Return the gradients of q, k and v. `saved`: q, k, v; output and log-sum-exp over all keys of the queries."""
+        causal, options = self._options(part)
+        found: Tensors = torch_private.CPU_ATTENTION_BACKWARD(dy, *saved, 0.0, causal, **options)
+        return found
+
+
+class FlashKernel:
+    """As `CpuKernel`: FlashAttention, which knows windows. The last of fewer causal queries than keys sees all keys."""
+
+    joined = True
+
+    def __init__(self, scores: Scores) -> None:
+        self.window, self.scale = scores.window, scores.scale or None
+
+    def _options(self, part: Part, q: torch.Tensor, k: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        limits = None, None, q.shape[1], k.shape[1], 0.0, part.own and not self.window
+        windowed = part.own and self.window
+        window = {"window_size_left": self.window - 1, "window_size_right": 0} if windowed else {}
+        return limits, {"scale": self.scale, **window}
+
+    def forward(self, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+        heads = [x.transpose(1, 2) for x in (q, k, v)]
+        limits, options = self._options(part, *heads[:2])
+        y, log_sums, *_ = torch_private.FLASH_ATTENTION(*heads, *limits, False, **options)
+        return y.transpose(1, 2), log_sums
+
+    def backward(self, part: Part, dy: torch.Tensor, *saved: torch.Tensor) -> Tensors:
+        *heads, log_sums = saved
+        dy, q, k, v, y = (x.transpose(1, 2) for x in (dy, *heads))
+        limits, options = self._options(part, q, k)
+        # without dropout, the state of the random generator is not used
+        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
+        found = torch_private.FLASH_ATTENTION_BACKWARD(
+            dy, q, k, v, y, log_sums.contiguous(), *limits, state, unused, **options
+        )
+        return tuple(x.transpose(1, 2) for x in found)
+
+
+def merge_(y: torch.Tensor, log_sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor) -> None:
+    """Merge the attention to more keys into y [.., d] and log_sums [..]: means weighted by the sums of exponentials.
+
+    The weight is a sigmoid, so no exponential overflows.
+    """
+    y.lerp_(more.to(y.dtype), torch.sigmoid(more_sums - log_sums)[..., None].to(y.dtype))
+    log_sums.copy_(torch.logaddexp(log_sums, more_sums))

@@ -19,19 +19,18 @@ import torch.nn.functional as F
 from megazero.engine.kernels.eager import wide
 from megazero.engine.kernels.grouped import GroupedProducts, RowGroups
 from megazero.engine.kernels.kernel_table import GATED
-from megazero.engine.model.balance import Choices
-from megazero.engine.model.dispatch import Dispatch, SortedRows, arranged, as_arrived
+from megazero.engine.model.dispatch import Choices, Dispatch, SortedRows, arranged, as_arrived
 from megazero.engine.model.experts.router import Routed, Router
-from megazero.engine.model.layers.context import Context, MicroBatchInfo, ResidualStream
-from megazero.engine.model.layers.linear import Call, Residual
+from megazero.engine.model.layers.context import Context, MicroBatchInfo
+from megazero.engine.model.layers.linear import Residual
 from megazero.engine.model.layers.norm import Norm
-from megazero.engine.model.layers.weight import GradWriter, handle_of
+from megazero.engine.model.layers.weight import GradWriter, WeightedModule, handle_of
 from megazero.engine.options.schema import ModelConfig
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(WeightedModule):
     """E linear layers, or one: y [R, out] = x [R, in] @ weight[.., out, in].T with the matrix of each row's group.
 
     A bias is sharded with its weight. If the weight's inner dim is sharded, y is a summand of each rank of etp, and a
@@ -50,20 +49,19 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.context, self.count = context, experts // context.ep.size or 1
         self.products = GroupedProducts(context.products)
+        dims = (experts, *shape) if experts else shape
         self.weight = context.weight(
-            *((experts,) if experts else ()),
-            *shape,
+            *dims,
             sharded={0: "ep", sharded + 1: "etp"} if experts else {sharded: "tp"},
             std=std,
             decays=True,
             per_token=(top, experts) if experts else (1, 1),
-            matrices=tuple(range((1 if experts else 0) + len(shape) - 2)),
+            matrices=tuple(range(len(dims) - 2)),
         )
         self.bias = None
         if bias and experts:
             dims = {0: "ep", min(sharded, len(shape) - 2) + 1: "etp"}
             self.bias = context.weight(experts, *shape[:-1], sharded=dims, per_token=(top, experts))
-        self.weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
     def matrices(self) -> torch.Tensor:
@@ -156,13 +154,12 @@ def _scaled(x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     return x if weights is None else (x * weights[:, None]).to(x.dtype)
 
 
-class Gate(nn.Module):
+class Gate(WeightedModule):
     """sigmoid(x @ weight.T), the factor of the shared expert, in fp32 or wider. Below autograd."""
 
     def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__()
         self.weight = context.weight(1, model.hidden_size, std=model.init_method_std, decays=True, summed=("tp",))
-        self.weights = (self.weight,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, h] -> [T]"""
@@ -178,7 +175,11 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts of a block, their router and, if there is one, the expert that all tokens pass."""
+    """The experts of a block, their router and, if there is one, the expert that all tokens pass.
+
+    The experts' tokens are gathered over etp, those of the shared expert over tp, like an MLP's. These are the same
+    tokens, and sums over the same ranks, if experts are divided over tp: `together`.
+    """
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
@@ -188,44 +189,28 @@ class Experts(nn.Module):
         shared = model.moe_shared_expert_intermediate_size
         self.shared = ExpertMLPs(model, context, shared) if shared else None
         self.shared_gate = Gate(model, context) if shared and model.moe_shared_expert_gate else None
-        parts = self.router, self.experts, self.shared, self.shared_gate
-        self.parts = [part for part in parts if part is not None]
+        self.stream, self.shared_stream = context.expert_stream, context.stream
+        self.together = context.etp.size == context.tp.size
 
-    def forward(self, x: torch.Tensor, norm: Norm, residual: Residual, call: Call) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, norm: Norm, residual: Residual, tokens: MicroBatchInfo, output: bool
+    ) -> torch.Tensor:
         """x [T', h] -> x + experts(norm(x)) [T', h]; `residual` joins them."""
-        assert call.tokens is not None
-        handle = handle_of(norm, *self.parts, *residual.norms)
-        return _Experts.apply(
-            x, _Branch(self, norm, residual, call.tokens), (call.output, torch.is_grad_enabled()), handle
-        )
+        handle = handle_of(norm, self.router, self.experts, self.shared, self.shared_gate, residual.norm)
+        return _Experts.apply(x, _Branch(self, norm, residual, tokens), (output, torch.is_grad_enabled()), handle)
 
 
 class _Branch(NamedTuple):
-    """Forward and backward of a micro-batch, below autograd.
-
-    The experts' tokens are gathered over etp, those of the shared expert over tp, like an MLP's. These are the same
-    tokens, and sums over the same ranks, if experts are divided over tp.
-    """
+    """Forward and backward of a micro-batch, below autograd."""
 
     layer: Experts
     norm: Norm
     residual: Residual
     tokens: MicroBatchInfo
 
-    @property
-    def streams(self) -> tuple[ResidualStream, ResidualStream]:
-        """The residual stream of the experts, and that of the shared expert."""
-        context = self.layer.context
-        return context.expert_stream, context.stream
-
-    @property
-    def together(self) -> bool:
-        """True if the shared expert has the experts' tokens."""
-        return self.layer.context.etp.size == self.layer.context.tp.size
-
     def forward(self, x: torch.Tensor, output: bool, has_graph: bool) -> tuple[torch.Tensor, list[Tensors], Dispatch]:
         """x [T', h] -> [T', h], tensors to save by part, and the exchange of rows"""
-        layer, (stream, shared_stream) = self.layer, self.streams
+        layer, stream = self.layer, self.layer.stream
         output = output or self.residual.norm is not None  # backward needs that norm's input
         y, *numbers = self.norm.normalise(x)
         whole = stream.start_unshard(y).wait()
@@ -236,20 +221,20 @@ class _Branch(NamedTuple):
         arriving = dispatch.start(by_expert.rows(whole)), dispatch.start(by_expert.choices(routed.weights))
         total, kept_shared = None, Tensors()
         if layer.shared is not None:  # while rows are exchanged
-            tokens = whole if self.together else shared_stream.start_unshard(y).wait()
+            tokens = whole if layer.together else layer.shared_stream.start_unshard(y).wait()
             gate = None if layer.shared_gate is None else layer.shared_gate(tokens)
             total, kept_shared = layer.shared(tokens, gate, RowGroups.one(tokens), output)
-            if total is not None and not self.together:
-                total = shared_stream.start_reduce(total).wait()
+            if total is not None and not layer.together:
+                total = layer.shared_stream.start_reduce(total).wait()
         rows, weights = (arranged(each.wait(), order) for each in arriving)
         part, kept = layer.experts(rows, weights, dispatch.groups, output)
         result, joined = torch.empty_like(x), Tensors()
         if part is not None:
-            part = by_expert.sum_rows(dispatch.start_back(as_arrived(part, order)).wait())
-            if total is not None and self.together:
+            part = by_expert.unsorted(dispatch.start_back(as_arrived(part, order)).wait()).sum(1)
+            if total is not None and layer.together:
                 part += total
             part = stream.start_reduce(part).wait()
-            if total is not None and not self.together:
+            if total is not None and not layer.together:
                 part += total
             result, joined = self.residual.join(x, part, self.tokens.dropout_rows)
         saved = [
@@ -264,7 +249,7 @@ class _Branch(NamedTuple):
 
     def backward(self, dy: torch.Tensor, wanted: bool, saved: list[Tensors], dispatch: Dispatch) -> torch.Tensor | None:
         """dy [T', h] -> the gradient of x, if it is wanted"""
-        layer, (stream, shared_stream) = self.layer, self.streams
+        layer, stream = self.layer, self.layer.stream
         normed, (logits, ids, *counts), kept, arrived, kept_shared, joined = saved
         x, *numbers = normed if layer.context.selective else normed[:-1]
         y = self.norm.normalise(x)[0] if layer.context.selective else normed[-1]
@@ -284,13 +269,13 @@ class _Branch(NamedTuple):
         drows, dweights = layer.experts.backward(darrived, rows, weights, groups=dispatch.groups, kept=kept)
         assert dweights is not None
         back = [dispatch.start_back(as_arrived(each, order)) for each in (drows, dweights)]
-        part = by_expert.sum_rows(back[0].wait())
+        part = by_expert.unsorted(back[0].wait()).sum(1)
         part += layer.router.backward(by_expert.unsorted(back[1].wait()), whole, routed, self.tokens)
-        if total is not None and self.together:
+        if total is not None and layer.together:
             part += total
         part = stream.start_reduce(part).wait()
-        if total is not None and not self.together:
-            part += shared_stream.start_reduce(total).wait()
+        if total is not None and not layer.together:
+            part += layer.shared_stream.start_reduce(total).wait()
         dx = self.norm.input_grad(part, dy, x, *numbers)
         return dx if wanted else None
 
@@ -301,9 +286,9 @@ class _Branch(NamedTuple):
 
         y, upper [T', h]: the input and the gradient of the result; whole, uppers: of the experts' tokens.
         """
-        layer, (_, stream) = self.layer, self.streams
+        layer, stream = self.layer, self.layer.shared_stream
         assert layer.shared is not None
-        if not self.together:
+        if not layer.together:
             both = stream.start_unshard(y), stream.start_unshard(upper)
             whole, uppers = both[0].wait(), both[1].wait()
         gate = None if layer.shared_gate is None else layer.shared_gate(whole)

@@ -1,5 +1,11 @@
 """The router of a mixture of experts: the experts that a token passes, their weights, and the losses that balance them.
 
+Note [scores]: the score of an expert is its probability, softmax(logits)_i, or sigmoid(logit_i), as in DeepSeek-V3.
+l_i is the log of the score, up to a summand that all experts of a token share: the logit or log sigmoid(logit). So
+softmax(l) are the scores divided by their sum, over all experts or over a token's. It is defined where scores
+underflow, and so it needs no 1e-20 in the divisor, which DeepSeek-V3's code has: a router cannot switch its experts off
+by small scores.
+
 Note [balance]: the losses are defined per sample, so they are the same in every layout and micro-batching. A whole
 batch's balance is unknown when the first backward begins. They are no part of the printed loss. Their gradient is added
 to that of the logits in backward:
@@ -18,45 +24,121 @@ begin of a document have equal weights but for rounding, which depends on the la
 their digits, and the earlier token comes first. Balance losses, loads and biases count choices before any is dropped.
 A later token can displace an earlier one, which is not causal, so only training drops choices.
 
-Shapes: b micro-batch, s sequence, T tokens that this rank routes, E experts, k experts of a token, h hidden.
+Shapes: b micro-batch, s sequence, T tokens that this rank routes, E experts, G groups of them, k experts of a token,
+h hidden.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 from megazero.engine.kernels.eager import wide
 from megazero.engine.kernels.grouped import is_fused
 from megazero.engine.mesh.collectives import MAX
-from megazero.engine.model.balance import Balance, Choices
-from megazero.engine.model.dispatch import Dispatch
-from megazero.engine.model.experts.expert_scores import ExpertScores, without_room
+from megazero.engine.model.dispatch import Choices, Dispatch
 from megazero.engine.model.layers.context import Context, MicroBatchInfo
-from megazero.engine.model.layers.weight import GradWriter
+from megazero.engine.model.layers.weight import GradWriter, WeightedModule
 from megazero.engine.options.schema import ModelConfig
 from megazero.engine.plan.layout.layers import ROUTER_SUMS
 
+GROUP_BEST = 2  # experts whose scores make that of their group
+
+
+@dataclass(frozen=True)
+class ExpertScores:
+    """The scores of a model's routers, of logits [T, E]."""
+
+    model: ModelConfig
+
+    @property
+    def _sigmoid(self) -> bool:
+        return self.model.moe_router_score_function == "sigmoid"
+
+    @property
+    def are_restricted(self) -> bool:
+        """True if biases or groups decide the choice besides the scores."""
+        return self.model.moe_router_enable_expert_bias or self.model.moe_router_num_groups > 0
+
+    def logs(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return l [T, E], whose softmax is the share of each expert in a token's scores."""
+        return F.logsigmoid(logits) if self._sigmoid else logits
+
+    def logits_grad(self, dlogs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of logits, given that of `logs`."""
+        return dlogs * (-logits).sigmoid() if self._sigmoid else dlogs
+
+    def choose(self, logits: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return the k experts of each token, [T, k].
+
+        With groups, a token passes experts of a few groups alone: those with the largest sums of their best two.
+
+        Args:
+            bias: added to the scores, [E]; None: nothing is.
+        """
+        model = self.model
+        if not self.are_restricted:
+            return self.best(logits)
+        scores = logits.sigmoid() if self._sigmoid else logits.softmax(-1)
+        if bias is not None:
+            scores = scores + bias.to(scores.dtype)
+        if model.moe_router_num_groups:
+            groups = scores.unflatten(-1, (model.moe_router_num_groups, -1))
+            sums = groups.topk(min(GROUP_BEST, groups.shape[-1])).values.sum(-1)
+            others = torch.ones_like(sums, dtype=torch.bool)
+            others.scatter_(1, sums.topk(model.moe_router_group_topk).indices, False)
+            scores = groups.masked_fill(others[..., None], -torch.inf).flatten(1)
+        return self.best(scores)
+
+    def best(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the k experts with the largest scores, [T, k]; their logits are in the same order."""
+        return scores.topk(self.model.moe_router_topk).indices
+
+    def weights(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the weights of the results of experts `ids` [T, k]."""
+        if not self.model.moe_router_pre_softmax:
+            weights = self.logs(logits.gather(1, ids)).softmax(-1)
+        elif self._sigmoid:
+            weights = logits.gather(1, ids).sigmoid()
+        else:
+            weights = logits.softmax(-1).gather(1, ids)
+        return weights * self.model.moe_router_topk_scaling_factor
+
+    def weights_grad(
+        self, dweights: torch.Tensor, weights: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradient of logits, given that of `weights` [T, k]."""
+        dlogs = dweights * weights
+        total = dlogs.sum(-1, keepdim=True)
+        if not self.model.moe_router_pre_softmax:
+            dlogs -= weights * (total / self.model.moe_router_topk_scaling_factor)
+        dlogits = torch.zeros_like(logits).scatter_(1, ids, self.logits_grad(dlogs, logits.gather(1, ids)))
+        if self.model.moe_router_pre_softmax and not self._sigmoid:
+            dlogits -= logits.softmax(-1) * total
+        return dlogits
+
+
+def without_room(values: torch.Tensor, groups: torch.Tensor, num_groups: int, room: int) -> torch.Tensor:
+    """Return which values [N] are not among the `room` largest of their group [N]; of equal ones, the first are."""
+    order = values.argsort(descending=True, stable=True)
+    order = order[groups[order].argsort(stable=True)]
+    sizes = groups.new_zeros(num_groups).scatter_add_(0, groups, torch.ones_like(groups))
+    starts = sizes.cumsum(0) - sizes
+    places = torch.arange(len(order), device=order.device) - starts[groups[order]]
+    return torch.empty_like(order, dtype=torch.bool).index_copy_(0, order, places >= room)
+
 
 class Routed(NamedTuple):
-    """A router's results for T tokens.
+    """A router's results for T tokens."""
 
-    Attributes:
-        logits: [T, E] in fp32, or fp64 of fp64.
-        choices: the choices.
-        weights: of the chosen experts' results, [T, k].
-    """
-
-    logits: torch.Tensor
+    logits: torch.Tensor  # [T, E] in fp32, or fp64 of fp64
     choices: Choices
-    weights: torch.Tensor
+    weights: torch.Tensor  # of the chosen experts' results, [T, k]
 
 
-class Router(nn.Module):
+class Router(WeightedModule):
     """x @ weight.T, plus a bias if experts have biases. A token passes the k experts with the largest scores.
-
-    See `ExpertScores`.
 
     The ranks that share each expert (etp) route the same T tokens. Each has a part of the experts' inner width, so the
     gradient of a chosen expert's weight in the sum is a summand of that rank, and the router's gradients are too.
@@ -74,10 +156,9 @@ class Router(nn.Module):
         self.weight = context.weight(
             self.experts, model.hidden_size, std=model.init_method_std, decays=True, summed=("tp",)
         )
-        self.logit_bias, self.weights = None, (self.weight,)
+        self.logit_bias = None
         if "experts" in model.traits.biases:
             self.logit_bias = context.weight(self.experts, std=model.init_method_std, summed=("tp",))
-            self.weights = (self.weight, self.logit_bias)
         widths = model.hidden_size, model.expert_size // context.etp.size
         self.on_host = not is_fused(context.dtype, context.device, *widths)
         self.statistics = torch.zeros(self.experts + ROUTER_SUMS, dtype=torch.float64, device=context.device)
@@ -113,7 +194,7 @@ class Router(nn.Module):
             best = self.scores.best(logits) if self.scores.are_restricted else ids
             counts = context.cp.all_reduce_(samples @ torch.zeros_like(logits).scatter_(1, best, 1.0))
             choices = choices._replace(counts=context.tp.all_reduce_(counts) if context.shares_tokens else counts)
-        self._record(logits, samples, loads, choices=choices, length=tokens.length, balance=balance)
+        self._record(logits, samples, loads, choices=choices, tokens=tokens)
         if not has_graph and self.number in context.recomputed:
             balance.keep(self.number, choices, context.tracker)
         return choices
@@ -143,16 +224,12 @@ class Router(nn.Module):
         return own // each * tokens.length + tokens.dealt.indices.flatten()[own]
 
     def _record(
-        self,
-        logits: torch.Tensor,
-        samples: torch.Tensor,
-        loads: torch.Tensor,
-        choices: Choices,
-        length: int,
-        balance: Balance,
+        self, logits: torch.Tensor, samples: torch.Tensor, loads: torch.Tensor, choices: Choices, tokens: MicroBatchInfo
     ) -> None:
         """Add a micro-batch to the statistics. samples [b, T]: 1 for a sample's tokens; loads [b, E]: their choices."""
-        counted = (balance.targets > 0).to(logits.dtype)
+        assert tokens.balance is not None
+        targets, length = tokens.balance.targets, tokens.length
+        counted = (targets > 0).to(logits.dtype)
         logs = self.scores.logs(logits)
         shares = logs.softmax(-1)
         entropy = samples @ (logs.logsumexp(-1) - (shares * logs).sum(-1))
@@ -163,7 +240,7 @@ class Router(nn.Module):
         if self.model.moe_z_loss_coeff:
             z = samples @ logits.logsumexp(-1).square() / length
         sums = [each.double() @ counted.double() for each in (entropy, dropped)]
-        sums += [each.double() @ balance.targets for each in (aux, z)]
+        sums += [each.double() @ targets for each in (aux, z)]
         self.statistics += torch.cat([counted.double() @ loads.double(), torch.stack(sums)])
 
     def _aux_factor(self, length: int) -> float:

@@ -17,10 +17,8 @@ dim.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -37,21 +35,19 @@ from megazero.engine.model.layers.context import Context, MicroBatchInfo
 from megazero.engine.model.layers.fused_attention import fused_attention, is_attention_fused
 from megazero.engine.model.layers.head_norms import AllHeads, EachHead, HeadsWeight
 from megazero.engine.model.layers.linear import (
-    Call,
     ColumnLinear,
     Residual,
+    ResidualRows,
     RowLinear,
     Split,
     Tensors,
     normed_columns,
     rows_onto,
 )
-from megazero.engine.model.layers.norm import Norm
+from megazero.engine.model.layers.norm import NORMS, Norm
 from megazero.engine.model.layers.sinks import Sinks
 from megazero.engine.model.scores import PLAIN, Scores
 from megazero.engine.options.schema import ModelConfig
-
-PROMPT_SCORES = 1 << 26  # scores that are made at once
 
 
 @dataclass(frozen=True)
@@ -100,29 +96,6 @@ class CoreAttention:
             return RingKeys(self.cp, dealt)
         return GatheredKeys(self.cp, dealt, self.recompute)
 
-    def prompt(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        fused: bool,
-        dealt: DealtTokens | None,
-        most: int = PROMPT_SCORES,
-    ) -> torch.Tensor:
-        """Attend to keys of all ranks, without a gradient: q [1, n/tp, t, d], k and v [1, g, s, d] -> [t, n/tp * d]
-
-        A prompt that is dealt may be long: at most `most` of its scores are made at once.
-        """
-        whole = replace(self, cp=None)
-        if fused or dealt is None:
-            return whole(q, k, v, fused=fused, rows=None, dealt=dealt)
-        count = max(1, most // (q.shape[1] * k.shape[2]))
-        queries, indices = q.split(count, dim=2), dealt.indices.split(count, dim=1)
-        some = (dealt._replace(indices=part) for part in indices)
-        return torch.cat(
-            [whole(q, k, v, fused=fused, rows=None, dealt=part) for q, part in zip(queries, some, strict=True)]
-        )
-
     def capped(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Return scale x q k^T under the soft cap, [b, n/tp, t, s] in q's dtype.
 
@@ -144,12 +117,12 @@ class CoreAttention:
         return self.sinks.softmax(capped, starts, indices)
 
 
-class Heads(NamedTuple):
+@dataclass
+class Heads(Split):
     """[T, n/tp * 3 * d] -> queries, keys and values, views of [b, n/tp, s, d]. Backward copies their gradients once."""
 
     batch: int
     num_heads: int  # n/tp
-    norms = ()
 
     def forward(self, *ys: torch.Tensor) -> tuple[Tensors, Tensors]:
         (qkv,) = ys
@@ -251,41 +224,36 @@ class Attention(nn.Module):
         """x [T', h] -> x + attention(norm(x)) [T', h]; `residual` joins them."""
         *heads, x = normed_columns(x, norm, self.columns, self.split(tokens))
         y = self.attend(heads, tokens)  # [T, n/tp * d]
-        return rows_onto(
-            x, (y,), (self.proj,), activations=(None,), join=residual, call=Call(tokens.dropout_rows, output=True)
-        )
+        return rows_onto(x, (y,), ResidualRows((self.proj,), (None,), residual, tokens.dropout_rows))
 
     def split(self, tokens: MicroBatchInfo) -> Split:
-        """Return the function from the outputs of `columns` to queries, keys and values.
-
-        In generation, sequences have different numbers of new tokens. Then b is 1 and s is T: all sequences in one row.
-        """
+        """Return the function from the outputs of `columns` to queries, keys and values."""
         raise NotImplementedError
 
     def attend(self, heads: list[torch.Tensor], tokens: MicroBatchInfo) -> torch.Tensor:
         """Queries [b, n/tp, t, d], keys and values [b, g, t, d] -> [T, n/tp * d]"""
-        documents, dealt = tokens.attention_documents, tokens.dealt
+        if self.watch is not None:
+            self.watch(self, heads, tokens)
+        if tokens.cache is not None:
+            return tokens.cache.attend_heads(self, heads, tokens)
+        rows, dealt = None, tokens.dealt
         if tokens.training and self.core.dropout.probability > 0:
             mine = range(self.first_head, self.first_head + self.num_heads)
             rows = score_rows(tokens.samples, mine, tokens.length, dealt)
-        else:
-            rows = None
-        device, precision, softcap = self.context.device.type, self.context.precision, self.core.scores.softcap > 0
-        fused = functools.partial(
-            is_attention_fused, device, precision, rows is not None, documents is not None, softcap
+        fused = self.is_fused(tokens, dealt)
+        return self.core(*heads, fused=fused, rows=rows, documents=tokens.attention_documents, dealt=dealt)
+
+    def is_fused(self, tokens: MicroBatchInfo, dealt: DealtTokens | None) -> bool:
+        """Return whether a fused kernel computes the attention of queries that are `dealt`."""
+        core = self.core
+        return is_attention_fused(
+            self.context.device.type,
+            self.context.precision,
+            dropout=tokens.training and core.dropout.probability > 0,
+            documents=tokens.attention_documents is not None,
+            softcap=core.scores.softcap > 0,
+            log_sums=dealt is not None or core.sinks is not None,
         )
-        sinks = self.sinks
-        if self.watch is not None:
-            self.watch(self, heads, tokens)
-        if tokens.cache is None:
-            by_sums = fused(dealt is not None or sinks is not None)
-            return self.core(*heads, fused=by_sums, rows=rows, documents=documents, dealt=dealt)
-
-        def prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dealt: DealtTokens | None) -> torch.Tensor:
-            return self.core.prompt(q, k, v, fused=fused(dealt is not None or sinks is not None), dealt=dealt)
-
-        new, scores = (part[0].transpose(0, 1) for part in heads), None if sinks is None else sinks.weight.data
-        return tokens.cache.attend(self.number, self.core.scores, prompt, *new, rows=tokens.rows, sinks=scores)
 
 
 class FusedAttention(Attention):
@@ -299,7 +267,7 @@ class FusedAttention(Attention):
         self.columns = (self.qkv,)
 
     def split(self, tokens: MicroBatchInfo) -> Split:
-        return Heads(len(tokens.samples) if tokens.cache is None else 1, self.num_heads)
+        return Heads(len(tokens.samples), self.num_heads)
 
 
 class GroupedAttention(Attention):
@@ -311,12 +279,9 @@ class GroupedAttention(Attention):
     With --qk-layernorm, queries and keys are normed before they are rotated: each head, or with --qk-norm-all-heads all
     heads of a token. If each head, they share the norms' weights, so a rank has the gradient of its heads only, and the
     ranks' gradients are summed.
-
-    Args:
-        norm: class of the norms of each head.
     """
 
-    def __init__(self, model: ModelConfig, number: int, context: Context, norm: type[Norm]) -> None:
+    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__(model, number, context)
         h, n, g, tp = model.hidden_size, model.num_attention_heads, model.query_groups, context.tp.size
         d, std, biases = model.head_dim, model.init_method_std, model.traits.biases
@@ -331,6 +296,7 @@ class GroupedAttention(Attention):
         if model.qk_norm_all_heads:
             self.norms = AllHeads(HeadsWeight(model, context, n), HeadsWeight(model, context, g, rows))
         elif model.qk_layernorm:
+            norm = NORMS[model.traits.norm]
             self.norms = EachHead(*(norm(model, context, d, summed=("tp",)) for _ in range(2)))
         if self.norms:
             self.query_norm, self.key_norm = self.norms
@@ -338,20 +304,18 @@ class GroupedAttention(Attention):
         self.columns = (self.query, self.kv)
 
     def split(self, tokens: MicroBatchInfo) -> Split:
-        batch, positions = len(tokens.samples), tokens.head_positions
-        if tokens.cache is not None:
-            batch, positions = 1, tokens.positions(self.context.device)[None]
         return Groups(
-            batch=batch,
+            batch=len(tokens.samples),
             num_heads=self.num_heads,
             norms=self.norms,
             rotary=self.context.kernels.rotary,
             tables=self.tables,
-            positions=positions,
+            positions=tokens.head_positions,
         )
 
 
-class Groups(NamedTuple):
+@dataclass
+class Groups(Split):
     """[T, n/tp * d], [T, g * 2 * d] -> queries [b, n/tp, s, d], keys and values [b, g, s, d], rotated by position.
 
     Queries, keys and values are copies, because a view of one would keep the memory of all alive. In memory they are
@@ -361,10 +325,10 @@ class Groups(NamedTuple):
 
     batch: int
     num_heads: int  # n/tp
-    norms: EachHead | AllHeads | tuple[()]  # for queries and keys, before rotation
     rotary: Callable[..., None]  # see `Kernels`
     tables: RotaryTables
     positions: torch.Tensor | None  # [b, s]; None: 0 to s - 1 in every sample
+    norms: EachHead | AllHeads | tuple[()] = ()  # for queries and keys, before rotation
 
     def forward(self, *ys: torch.Tensor) -> tuple[Tensors, Tensors]:
         query, kv, *others = ys

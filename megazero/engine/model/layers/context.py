@@ -7,9 +7,9 @@ residual stream on this rank, c any width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,11 +22,10 @@ from megazero.engine.kernels.rotary import Rotary, RotaryTables
 from megazero.engine.memory.tracker import Allocation, MemoryTracker
 from megazero.engine.mesh.collectives import AsyncTensor, Axis, Pending
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.model.balance import Balance
 from megazero.engine.model.context_parallel.dealt import DealtTokens
+from megazero.engine.model.dispatch import Balance
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.weight import GradWriter, Weight
-from megazero.engine.model.scores import Scores
 from megazero.engine.options.schema import StepConfig
 from megazero.engine.plan.layout.parameters import ParamSpec
 
@@ -221,24 +220,17 @@ def kept_bytes(writes: Iterable[GradWriter]) -> int:
 
 
 class AttentionCache(Protocol):
-    """Keys and values of earlier tokens, to which those of new tokens are added: `generation.kv_cache`."""
+    """Keys and values of earlier tokens, in generation: `generation.kv_cache`. Attention to them has no gradient."""
 
-    def attend(
-        self,
-        layer: int,
-        scores: Scores,
-        prompt: Callable[..., torch.Tensor],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        rows: tuple[Rows, ...],
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Store new tokens' keys and values, then return the attention of their queries; see `KVCache.attend`."""
+    def attend_heads(self, attention: Any, heads: Sequence[torch.Tensor], tokens: MicroBatchInfo) -> torch.Tensor: ...
+
+    def attend_to_latents(
+        self, attention: Any, q: torch.Tensor, latents: torch.Tensor, tokens: MicroBatchInfo
+    ) -> torch.Tensor: ...
 
 
 class MicroBatchInfo(NamedTuple):
-    """A micro-batch as its layers see it: b samples of s tokens."""
+    """A micro-batch as its layers see it: b samples of s tokens; in generation, all new tokens as one sample."""
 
     length: int  # s
     samples: tuple[int, ...]  # their global numbers, for dropout
@@ -284,10 +276,6 @@ class MicroBatchInfo(NamedTuple):
         return cls(
             length, samples, training, tuple(rows), tuple(runs), None, *documents, dealt, head_positions=positions
         )
-
-    def positions(self, device: torch.device) -> torch.Tensor:
-        """Return the position of each of the T' tokens, [T'] int64."""
-        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs])
 
     @property
     def dropout_rows(self) -> tuple[Rows, ...] | None:

@@ -19,8 +19,7 @@ from megazero import torch_private
 from megazero.engine.kernels.eager import wide
 from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.context_parallel.key_exchange import AllKeys, Pair
-from megazero.engine.model.context_parallel.piece_kernels import CpuKernel, FlashKernel, PieceKernel, merge_
-from megazero.engine.model.context_parallel.pieces import parts, pieces_of, window_mask
+from megazero.engine.model.context_parallel.pieces import CpuKernel, FlashKernel, merge_, parts, pieces_of, window_mask
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.sinks import Sinks
 from megazero.engine.model.scores import Scores
@@ -188,6 +187,6 @@ class _PiecewiseAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None, None, None
 
 
-def _piece_kernel(q: torch.Tensor, scores: Scores) -> PieceKernel:
+def _piece_kernel(q: torch.Tensor, scores: Scores) -> CpuKernel | FlashKernel:
     """Return the kernel of a pass. It is not kept between passes, because a window's mask is large."""
     return CpuKernel(q, scores) if q.device.type == "cpu" else FlashKernel(scores)

@@ -6,11 +6,11 @@ Shapes: b micro-batch, s sequence, T = b s tokens, n/tp heads of this rank, g gr
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 
 from megazero.engine.kernels.eager import wide
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.norm import Norm
+from megazero.engine.model.layers.weight import WeightedModule
 from megazero.engine.options.schema import ModelConfig
 
 Tensors = tuple[torch.Tensor, ...]
@@ -41,16 +41,13 @@ class EachHead(NamedTuple):
         )
 
 
-class HeadsWeight(nn.Module):
+class HeadsWeight(WeightedModule):
     """The weight of an RMSNorm over all heads of a token, sharded over tp like them.
 
     Args:
         heads: of the model.
-        held: those that this rank computes with, if several ranks have the same; then the weight is replicated.
-
-    Attributes:
-        width: elements of all heads.
-        share: this rank's part of a sum over its elements: ranks with the same head have equal parts.
+        held: those that this rank computes with, if several ranks have the same; then the weight is replicated, and a
+            sum over its elements has `share` of them from each rank.
     """
 
     def __init__(self, model: ModelConfig, context: Context, heads: int, held: slice | None = None) -> None:
@@ -63,7 +60,6 @@ class HeadsWeight(nn.Module):
         else:
             self.rows, self.share = slice(held.start * d, held.stop * d), heads / context.tp.size
             self.weight = context.weight(self.width, mean=1.0, summed=("tp",))
-        self.weights = (self.weight,)
 
     @property
     def data(self) -> torch.Tensor:

@@ -16,8 +16,6 @@ computes the keys and values of whole samples. A ring exchanges keys and values.
 
 Values are padded with zeros to the width of keys, because fused kernels have one width.
 
-In generation, keys and values are not made: queries are multiplied with kv_up's rows for k, and attend to latents.
-
 Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank, T = b t, T' tokens of the residual stream
 on this rank, h hidden, n/tp heads of this rank, r elements of a latent, d_n and d_r dims of a key without positions and
 rotary ones, d = d_n + d_r, d_v dims of a value.
@@ -31,15 +29,14 @@ import torch.nn.functional as F
 
 from megazero.engine.kernels.eager import wide
 from megazero.engine.kernels.rotary import Rotary, rotate
-from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.context_parallel.key_exchange import GatheredTokens
 from megazero.engine.model.layers.attention import Attention
 from megazero.engine.model.layers.context import Context, MicroBatchInfo
 from megazero.engine.model.layers.linear import (
-    Call,
     ColumnLinear,
     NormedColumns,
     Residual,
+    ResidualRows,
     RowLinear,
     Tensors,
     rows_onto,
@@ -78,11 +75,8 @@ class LatentAttention(Attention):
             self.query_up = up(model.q_lora_rank, model.head_dim)
         else:
             self.query = up(h, model.head_dim)
-        self.kv_down, self.kv_norm, self.kv_up = (
-            down(width),
-            norm(self.rank),
-            up(self.rank, self.plain_dim + self.value_dim),
-        )
+        self.kv_down, self.kv_norm = down(width), norm(self.rank)
+        self.kv_up = up(self.rank, self.plain_dim + self.value_dim)
         self.proj = RowLinear(context, n * self.value_dim, h, std=model.residual_std, bias=False)
         self.tables = context.rotary_tables(Rotary.of(model, number), model.seq_length)
         self.gathers = gathers_latents(model, self.num_heads, context.ring)
@@ -91,37 +85,24 @@ class LatentAttention(Attention):
 
     def forward(self, x: torch.Tensor, norm: Norm, residual: Residual, tokens: MicroBatchInfo) -> torch.Tensor:
         """x [T', h] -> x + attention(norm(x)) [T', h]; `residual` joins them."""
-        layers = [self.kv_down, self.kv_norm, self.kv_up]
-        layers += [self.query] if self.query_norm is None else [self.query_down, self.query_norm, self.query_up]
-        columns = LatentColumns(self, norm, tokens)
+        if self.query_norm is None:
+            down, query = NormedColumns(norm, (self.kv_down,)), NormedColumns(norm, (self.query,))
+        else:
+            down = NormedColumns(norm, (self.kv_down, self.query_down))
+            query = NormedColumns(self.query_norm, (self.query_up,))
+        exchange = None
+        if self.gathers and tokens.dealt is not None:
+            exchange = GatheredTokens(self.context.cp, tokens.dealt)
+        columns = LatentColumns(self, down, query, exchange, tokens)
         if tokens.cache is None:
-            q, k, v, x = _LatentColumns.apply(x, columns, handle_of(norm, *layers))
+            handle = handle_of(norm, *down.layers, query.norm, *query.layers, self.kv_norm, self.kv_up)
+            q, k, v, x = _LatentColumns.apply(x, columns, handle)
             y = self.attend([q, k, v], tokens)  # [T, n/tp * d]
             if self.value_dim < q.shape[-1]:
                 y = y.unflatten(-1, (-1, q.shape[-1]))[..., : self.value_dim].flatten(-2)
         else:
-            y = self.attend_to_latents(*columns.latents(x)[:2], tokens)
-        call = Call(tokens.dropout_rows, output=True)
-        return rows_onto(x, (y,), (self.proj,), activations=(None,), join=residual, call=call)
-
-    def attend_to_latents(self, q: torch.Tensor, latents: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
-        """Attend in generation: q [1, T, n/tp, d], latents [T, r + d_r] -> [T, n/tp * d_v], without a gradient.
-
-        q k = (q_n W_k) c + q_r r, so all heads attend to one key, the latent, which is the value too.
-        """
-        assert tokens.cache is not None
-        keys, values = self.kv_up.matrix.view(self.num_heads, -1, self.rank).split([self.plain_dim, self.value_dim], 1)
-        plain, turned = q[0].split([self.plain_dim, self.rotary_dim], -1)
-        absorbed = torch.cat([torch.einsum("tnd,ndr->tnr", plain, keys), turned], -1)  # [T, n/tp, r + d_r]
-
-        def prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dealt: DealtTokens | None) -> torch.Tensor:
-            return self.core.prompt(q, k, v, fused=False, dealt=dealt)
-
-        found = tokens.cache.attend(
-            self.number, self.core.scores, prompt, absorbed, latents[:, None], v=None, rows=tokens.rows
-        )
-        found = found.view(len(latents), self.num_heads, -1)[..., : self.rank]
-        return torch.einsum("tnr,nvr->tnv", found, values).flatten(1)
+            y = tokens.cache.attend_to_latents(self, *columns.latents(x)[:2], tokens)
+        return rows_onto(x, (y,), ResidualRows((self.proj,), (None,), residual, tokens.dropout_rows))
 
 
 def gathers_latents(model: ModelConfig, heads: int, ring: bool) -> bool:
@@ -133,70 +114,40 @@ class LatentColumns(NamedTuple):
     """x -> queries, keys and values, below autograd."""
 
     attention: LatentAttention
-    norm: Norm  # of x
+    down: NormedColumns  # x -> latents
+    query: NormedColumns  # the latent of queries, or x -> queries
+    exchange: GatheredTokens | None  # of latents; None: keys and values are exchanged, or there is one rank
     tokens: MicroBatchInfo
 
-    @property
-    def down(self) -> NormedColumns:
-        a = self.attention
-        return NormedColumns(self.norm, (a.kv_down,) if a.query_norm is None else (a.kv_down, a.query_down))
-
-    @property
-    def query(self) -> NormedColumns:
-        """The layer of queries: of their latent, or of x."""
-        a = self.attention
-        return (
-            NormedColumns(self.norm, (a.query,)) if a.query_norm is None else NormedColumns(a.query_norm, (a.query_up,))
-        )
-
-    @property
-    def exchange(self) -> GatheredTokens | None:
-        a, dealt = self.attention, self.tokens.dealt
-        return GatheredTokens(a.context.cp, dealt) if a.gathers and dealt is not None else None
-
-    @property
-    def batch(self) -> int:
-        return len(self.tokens.samples) if self.tokens.cache is None else 1
-
-    def turn(self, x: torch.Tensor, back: bool) -> torch.Tensor:
-        """Rotate x [b, t, heads, d_r] by the positions of its tokens, or back."""
-        tokens, tables = self.tokens, self.attention.tables
-        positions = tokens.head_positions
-        if tokens.cache is not None:
-            positions = tokens.positions(x.device)[None]
+    def turned(self, x: torch.Tensor, back: bool) -> torch.Tensor:
+        """Rotate the last d_r dims of heads or keys x [b, t, heads, ..] by the positions of their tokens, or back."""
+        a, plain = self.attention, x.shape[-1] - self.attention.rotary_dim
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rotate(x, tables.at(positions, x.shape[1]), back, out)
-        return out
-
-    def turned(self, heads: torch.Tensor, back: bool) -> torch.Tensor:
-        """Return heads [b, t, n/tp, d] with their last dims rotated."""
-        d_n = self.attention.plain_dim
-        out = torch.empty_like(heads, memory_format=torch.contiguous_format)
-        out[..., :d_n] = heads[..., :d_n]
-        out[..., d_n:] = self.turn(heads[..., d_n:], back)
+        out[..., :plain] = x[..., :plain]
+        rotate(x[..., plain:], a.tables.at(self.tokens.head_positions, x.shape[1]), back, out[..., plain:])
         return out
 
     def latents(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Tensors, list[int]]:
         """x [T', h] -> q [b, t, n/tp, d], latents [T, r + d_r]: normed, and rotated; and the saved tensors."""
-        a = self.attention
+        a, batch = self.attention, len(self.tokens.samples)
         found, kept = self.down.forward(x)
         (query,), more = self.query.forward(x if a.query_norm is None else found[1])
-        q = self.turned(query.view(self.batch, -1, a.num_heads, a.plain_dim + a.rotary_dim), back=False)
+        q = self.turned(query.view(batch, -1, a.num_heads, a.plain_dim + a.rotary_dim), back=False)
         narrow = found[0][:, : a.rank].contiguous()
         normed, *statistics = a.kv_norm.normalise(narrow)
         joined = torch.cat([normed, found[0][:, a.rank :]], -1)
         latents = a.context.stream.start_unshard(joined).wait()
-        keys = latents[:, a.rank :].unflatten(0, (self.batch, -1))[:, :, None]  # [b, t, 1, d_r]
-        latents[:, a.rank :] = self.turn(keys, back=False).view(len(latents), -1)
+        keys = latents[:, a.rank :].unflatten(0, (batch, -1))[:, :, None]  # [b, t, 1, d_r]
+        latents[:, a.rank :] = self.turned(keys, back=False).view(len(latents), -1)
         saved = (narrow, *statistics) if a.context.selective else (narrow, *statistics, normed)
         return q, latents, (*kept, *more, *saved), [len(kept), len(more)]
 
     def forward(self, x: torch.Tensor) -> tuple[Tensors, Tensors, list[int]]:
         """x [T', h] -> q [b, n/tp, t, d], k and v [b, n/tp, t or s, d], the tensors for `backward`, their numbers."""
-        a, exchange = self.attention, self.exchange
+        a, exchange, batch = self.attention, self.exchange, len(self.tokens.samples)
         q, latents, kept, counts = self.latents(x)
         latents = latents if exchange is None else exchange.gather(latents)
-        kv = a.kv_up.output(latents[:, : a.rank]).view(self.batch, -1, a.num_heads, a.plain_dim + a.value_dim)
+        kv = a.kv_up.output(latents[:, : a.rank]).view(batch, -1, a.num_heads, a.plain_dim + a.value_dim)
         k = kv.new_empty(*kv.shape[:3], q.shape[-1])
         k[..., : a.plain_dim] = kv[..., : a.plain_dim]
         k[..., a.plain_dim :] = latents[:, a.rank :].view(*kv.shape[:2], 1, a.rotary_dim)
@@ -217,8 +168,8 @@ class LatentColumns(NamedTuple):
         dlatents = torch.cat([context.products.input_grad(dkv, a.kv_up.matrix).to(shared.dtype), shared], -1)
         if exchange is not None:
             dlatents = exchange.reduce(dlatents)
-        keys = dlatents[:, a.rank :].unflatten(0, (self.batch, -1))[:, :, None]
-        dlatents[:, a.rank :] = self.turn(keys, back=True).view(len(dlatents), -1)
+        keys = dlatents[:, a.rank :].unflatten(0, (len(self.tokens.samples), -1))[:, :, None]
+        dlatents[:, a.rank :] = self.turned(keys, back=True).view(len(dlatents), -1)
         reducing = context.stream.start_reduce(dlatents.to(dk.dtype))
         statistics = of_norm[1:] if context.selective else of_norm[1:-1]
         if a.kv_up.weight.trains:

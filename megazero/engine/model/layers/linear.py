@@ -13,21 +13,20 @@ rank's part.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
 
 from megazero.engine.kernels.dropout import Dropout, Rows
 from megazero.engine.kernels.eager import wide
 from megazero.engine.kernels.kernel_table import Activation
 from megazero.engine.kernels.matmul import as_matrix, write_or_add
-from megazero.engine.model.layers.context import Context, MicroBatchInfo
+from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.norm import Norm
-from megazero.engine.model.layers.weight import GradWriter, HasWeights, handle_of
+from megazero.engine.model.layers.weight import GradWriter, HasWeights, WeightedModule, handle_of
 
 
-class ColumnLinear(nn.Module):
+class ColumnLinear(WeightedModule):
     """y [T, out/tp] = x [T, in] @ weight[out/tp, in].T + bias[out/tp]
 
     Args:
@@ -55,7 +54,6 @@ class ColumnLinear(nn.Module):
             *out, inner, sharded=sharded, std=std, decays=True, summed=summed, matrices=matrices
         )
         self.bias = context.weight(*out, sharded=sharded, summed=summed) if bias else None
-        self.weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -92,7 +90,7 @@ def _to_rows(write: Callable[..., None], rows: slice | None) -> Callable[..., No
     return write_rows
 
 
-class RowLinear(nn.Module):
+class RowLinear(WeightedModule):
     """y [T', out] = sum over tp of x [T, in/tp] @ weight[out, in/tp].T, plus bias[out], which the first rank adds."""
 
     def __init__(self, context: Context, inner: int, out: int, *, std: float, bias: bool) -> None:
@@ -100,7 +98,6 @@ class RowLinear(nn.Module):
         self.context = context
         self.weight = context.weight(out, inner, sharded={1: "tp"}, std=std, decays=True, matrices=())
         self.bias = context.weight(out) if bias else None
-        self.weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's summand, [T, out], without a graph."""
@@ -136,12 +133,10 @@ class NormedColumns(NamedTuple):
     ) -> torch.Tensor | None:
         """Return the gradient of x plus `residual`, another gradient of x; None unless it is wanted."""
         norm, layers, context = self.norm, self.layers, self.layers[0].context
-        trains = any(layer.weight.trains for layer in layers)
-        unsharding = None
-        if trains:
+        unsharding = reducing = None
+        if any(layer.weight.trains for layer in layers):
             y = norm.normalise(x)[0] if context.selective else kept[-1]
             unsharding = context.stream.start_unshard(y)
-        reducing = None
         if wanted or any(weight.trains for weight in norm.weights):
             dy = None
             for layer, (upper, _) in zip(layers, dys, strict=True):
@@ -163,10 +158,6 @@ class Residual(NamedTuple):
     norm: Norm | None = None  # None: y itself
     multiplier: float = 1.0
 
-    @property
-    def norms(self) -> tuple[Norm, ...]:
-        return () if self.norm is None else (self.norm,)
-
     def join(
         self, residual: torch.Tensor, y: torch.Tensor, mask: tuple[Rows, ...] | None
     ) -> tuple[torch.Tensor, Tensors]:
@@ -187,104 +178,83 @@ class Residual(NamedTuple):
         return dy if self.norm is None else self.norm.input_grad(dy, None, *kept)
 
 
-class Call(NamedTuple):
-    """The arguments of a call of `ResidualRows` that are no tensors."""
-
-    mask: tuple[Rows, ...] | None  # rows of the dropout's mask; None: no dropout
-    output: bool  # False: callers use only the graph and the result's shape, so its values are not computed
-    tokens: MicroBatchInfo | None = None  # for experts
-
-
 class ResidualRows(NamedTuple):
     """residual + sum over layers of layer(activation(its input)), summed over tp once and joined by `residual`."""
 
     layers: tuple[RowLinear, ...]
     activations: tuple[Activation | None, ...]  # per layer; None: the input itself
     residual: Residual
+    mask: tuple[Rows, ...] | None  # rows of the dropout's mask; None: no dropout
 
     @property
-    def parts(self) -> tuple[HasWeights, ...]:
-        return *self.layers, *self.residual.norms
+    def parts(self) -> tuple[HasWeights | None, ...]:
+        return *self.layers, self.residual.norm
 
-    def forward(self, xs: Tensors, residual: torch.Tensor, call: Call) -> tuple[torch.Tensor, Tensors]:
-        """xs [T, in/tp], residual [T', out] -> [T', out], and the tensors to save for `backward`."""
+    def forward(self, xs: Tensors, residual: torch.Tensor, output: bool) -> tuple[torch.Tensor, Tensors]:
+        """xs [T, in/tp], residual [T', out] -> [T', out], and the tensors to save for `backward`.
+
+        Without `output`, callers use only the graph and the result's shape, so its values are not computed.
+        """
         context, total, kept = self.layers[0].context, None, []
         for layer, activation, x in zip(self.layers, self.activations, xs, strict=True):
-            inner = x
-            kept.append(x)
-            if activation is not None:
-                inner = activation.forward(x)
-                if not context.selective:
-                    kept.append(inner)
-            if call.output or self.residual.norm is not None:  # backward needs the norm's input
+            inner = x if activation is None else activation.forward(x)
+            kept += [x, inner] if self._keeps_inner(activation) else [x]
+            if output or self.residual.norm is not None:  # backward needs the norm's input
                 part = layer.part(inner)
                 total = part if total is None else total.add_(part)
         if total is None:
             return torch.empty_like(residual), tuple(kept)
-        y, joined = self.residual.join(residual, context.stream.start_reduce(total).wait(), call.mask)
+        y, joined = self.residual.join(residual, context.stream.start_reduce(total).wait(), self.mask)
         return y, (*kept, *joined)
 
     def backward(
-        self, dy: torch.Tensor, call: Call, wanted: tuple[bool, ...], kept: Tensors
+        self, dy: torch.Tensor, wanted: tuple[bool, ...], kept: Tensors
     ) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
         """dy [T', out] -> the wanted gradients of the inputs, each with its sum over tokens if the activation gives it.
 
         The residual's gradient is dy. A bias' gradient is a sum over this rank's T' tokens.
         """
-        context, dxs = self.layers[0].context, []
-        of_inputs = sum(1 + (activation is not None and not context.selective) for activation in self.activations)
-        saved = iter(kept[:of_inputs])
-        dy = self.residual.branch_grad(dy, call.mask, kept[of_inputs:])
+        context, dxs, saved = self.layers[0].context, [], iter(kept)
+        inputs = [(next(saved), next(saved) if self._keeps_inner(each) else None) for each in self.activations]
+        dy = self.residual.branch_grad(dy, self.mask, tuple(saved))
         unsharding = context.stream.start_unshard(dy)
         for layer in self.layers:
             if layer.bias is not None:
                 layer.bias.add_grad(dy.sum(0, dtype=wide(dy)))
         dy = unsharding.wait()
-        for layer, activation, needed in zip(self.layers, self.activations, wanted, strict=True):
-            x = inner = next(saved)
-            if activation is not None and not context.selective:
-                inner = next(saved)
-            elif activation is not None and layer.weight.trains:
-                inner = activation.forward(x)
+        for layer, activation, (x, inner), needed in zip(self.layers, self.activations, inputs, wanted, strict=True):
+            if inner is None:
+                inner = x if activation is None or not layer.weight.trains else activation.forward(x)
             dx = context.products.input_grad(dy, layer.weight.data) if needed else None
             layer.weight.accumulate_grad(GradWriter(context.products.weight_grad, (inner, dy)))
             dxs.append((dx, None) if activation is None or dx is None else activation.grad(dx, x))
         return dxs
 
+    def _keeps_inner(self, activation: Activation | None) -> bool:
+        return activation is not None and not self.layers[0].context.selective
 
-class Split(Protocol):
-    """Splits and rearranges the outputs of column-linear layers, below autograd."""
 
-    @property
-    def norms(self) -> tuple[Norm, ...]:
-        """Norms that it applies."""
+class Split:
+    """Splits and rearranges the outputs of column-linear layers, below autograd. This one leaves them as they are."""
+
+    norms: tuple[Norm, ...] = ()  # that it applies
 
     def forward(self, *ys: torch.Tensor) -> tuple[Tensors, Tensors]:
         """Return the parts, and the tensors to save for `backward`."""
-
-    def backward(self, grads: Sequence[torch.Tensor], kept: Tensors) -> Tensors:
-        """Return the gradients of the outputs."""
-
-
-class Unsplit(NamedTuple):
-    """The outputs as they are."""
-
-    norms = ()
-
-    def forward(self, *ys: torch.Tensor) -> tuple[Tensors, Tensors]:
         return ys, ()
 
     def backward(self, grads: Sequence[torch.Tensor], kept: Tensors) -> Tensors:
+        """Return the gradients of the outputs."""
         return tuple(grads)
 
 
 class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, part, split, handle):
-        outputs, kept = part.forward(x)
+    def forward(ctx, x, columns, split, handle):
+        outputs, kept = columns.forward(x)
         parts, more = split.forward(*outputs)
         ctx.save_for_backward(*kept, *more)
-        ctx.part, ctx.split, ctx.num_kept = part, split, len(kept)
+        ctx.columns, ctx.split, ctx.num_kept = columns, split, len(kept)
         return *parts, x
 
     @staticmethod
@@ -292,37 +262,37 @@ class _Columns(torch.autograd.Function):
         *parts, residual = grads
         kept = ctx.saved_tensors
         dys = [(dy, None) for dy in ctx.split.backward(parts, kept[ctx.num_kept :])]
-        return ctx.part.backward(dys, residual, ctx.needs_input_grad[0], *kept[: ctx.num_kept]), None, None, None
+        return ctx.columns.backward(dys, residual, ctx.needs_input_grad[0], *kept[: ctx.num_kept]), None, None, None
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, part, call, handle, residual, *xs):
-        y, kept = part.forward(xs, residual, call)
+    def forward(ctx, rows, output, handle, residual, *xs):
+        y, kept = rows.forward(xs, residual, output)
         ctx.save_for_backward(*kept)
-        ctx.part, ctx.call = part, call
+        ctx.rows = rows
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        dxs = ctx.part.backward(dy, ctx.call, ctx.needs_input_grad[4:], ctx.saved_tensors)
+        dxs = ctx.rows.backward(dy, ctx.needs_input_grad[4:], ctx.saved_tensors)
         return None, None, None, dy, *[dx for dx, _ in dxs]
 
 
 class _ColumnsAndRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, columns, rows, call, handle):
+    def forward(ctx, x, columns, rows, output, handle):
         inner, kept = columns.forward(x)
-        y, more = rows.forward(inner, x, call)
+        y, more = rows.forward(inner, x, output)
         ctx.save_for_backward(*kept, *more)
-        ctx.columns, ctx.rows, ctx.call, ctx.num_kept = columns, rows, call, len(kept)
+        ctx.columns, ctx.rows, ctx.num_kept = columns, rows, len(kept)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         kept, columns, wanted = ctx.saved_tensors, ctx.columns, ctx.needs_input_grad[0]
         below = wanted or any(weight.trains for part in (columns.norm, *columns.layers) for weight in part.weights)
-        dys = ctx.rows.backward(dy, ctx.call, (below,), kept[ctx.num_kept :])
+        dys = ctx.rows.backward(dy, (below,), kept[ctx.num_kept :])
         dx = columns.backward(dys, dy, wanted, *kept[: ctx.num_kept]) if below else None
         return dx, None, None, None, None
 
@@ -335,19 +305,11 @@ def normed_columns(x: torch.Tensor, norm: Norm, layers: tuple[ColumnLinear, ...]
     return _Columns.apply(x, NormedColumns(norm, layers), split, handle_of(norm, *layers, *split.norms))
 
 
-def rows_onto(
-    residual: torch.Tensor,
-    xs: Tensors,
-    layers: tuple[RowLinear, ...],
-    activations: tuple[Activation | None, ...],
-    join: Residual,
-    call: Call,
-) -> torch.Tensor:
-    """Return residual [T', out] and the sum over layers of layer(activation(x)) for xs [T, in/tp], joined by `join`."""
-    rows = ResidualRows(layers, activations, join)
-    return _Rows.apply(rows, call, handle_of(*rows.parts), residual, *xs)
+def rows_onto(residual: torch.Tensor, xs: Tensors, rows: ResidualRows, output: bool = True) -> torch.Tensor:
+    """residual [T', out], xs [T, in/tp] -> `rows`' sum, [T', out]; see `ResidualRows.forward`."""
+    return _Rows.apply(rows, output, handle_of(*rows.parts), residual, *xs)
 
 
-def columns_and_rows(x: torch.Tensor, columns: NormedColumns, rows: ResidualRows, call: Call) -> torch.Tensor:
+def columns_and_rows(x: torch.Tensor, columns: NormedColumns, rows: ResidualRows, output: bool) -> torch.Tensor:
     """x [T', h] -> x + rows(activation(columns(norm(x)))), in one Function."""
-    return _ColumnsAndRows.apply(x, columns, rows, call, handle_of(columns.norm, *columns.layers, *rows.parts))
+    return _ColumnsAndRows.apply(x, columns, rows, output, handle_of(columns.norm, *columns.layers, *rows.parts))

@@ -10,17 +10,16 @@ import torch.nn as nn
 
 from megazero.engine.kernels.eager import wide
 from megazero.engine.model.layers.context import Context
-from megazero.engine.model.layers.weight import Weight, handle_of
+from megazero.engine.model.layers.weight import WeightedModule, handle_of
 from megazero.engine.options.architectures import NormName
 from megazero.engine.options.schema import ModelConfig
 
 
-class Norm(nn.Module):
+class Norm(WeightedModule):
     """A norm as two functions below autograd, for the Functions of linear layers; or called by itself."""
 
     has_bias = False
     mean = 1.0  # every initial weight
-    weights: tuple[Weight, ...]
 
     def __init__(
         self, model: ModelConfig, context: Context, width: int | None = None, summed: Iterable[str] = ()
@@ -29,10 +28,8 @@ class Norm(nn.Module):
         super().__init__()
         self.eps, self.kernels, width = model.norm_epsilon, context.kernels, width or model.hidden_size
         self.weight = context.weight(width, mean=self.mean, summed=summed)
-        self.weights = (self.weight,)
         if self.has_bias:
             self.bias = context.weight(width, summed=summed)
-            self.weights = (self.weight, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., h] -> [.., h]"""
@@ -110,8 +107,6 @@ class RMSNorm1p(RMSNorm):
 
 class NoNorm(Norm):
     """x itself."""
-
-    weights = ()
 
     def __init__(self) -> None:
         nn.Module.__init__(self)

@@ -10,20 +10,19 @@ Shapes: b micro-batch, t tokens of a sample on this rank, s keys, n/tp heads of 
 """
 
 import torch
-import torch.nn as nn
 
 from megazero.engine.kernels.eager import unseen, wide
 from megazero.engine.model.layers.context import Context
+from megazero.engine.model.layers.weight import WeightedModule
 from megazero.engine.options.schema import ModelConfig
 
 
-class Sinks(nn.Module):
+class Sinks(WeightedModule):
     """The sinks of a layer's heads, sharded over tp like them."""
 
     def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__()
         self.weight = context.weight(model.num_attention_heads, sharded={0: "tp"}, std=model.init_method_std)
-        self.weights = (self.weight,)
 
     def join_(self, y: torch.Tensor, log_sums: torch.Tensor) -> None:
         """Add the sinks to attention y [b, n/tp, t, d] and its log-sum-exp [b, n/tp, t], once for every query."""

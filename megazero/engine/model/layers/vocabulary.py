@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from megazero.engine.kernels.eager import LogitMap, wide
-from megazero.engine.mesh.collectives import MAX, MIN, AsyncTensor
+from megazero.engine.mesh.collectives import MAX, AsyncTensor
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.norm import Norm
 from megazero.engine.model.layers.weight import GradWriter, Weight, handle_of
@@ -34,27 +34,19 @@ class VocabularyTable(nn.Module):
         self.weight = context.weight(v, h, sharded={0: "tp"}, std=std, decays=True, pads=True)
         self.first_row, self.num_rows = self.weight.block.offset[0], self.weight.block.shape[0]
 
-    def localise(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return local row numbers, 0 for other ranks' tokens, and a mask of this rank's tokens. Shapes as ids."""
-        rows = ids - self.first_row
-        mine = (rows >= 0) & (rows < self.num_rows)
-        return rows.masked_fill(~mine, 0), mine
-
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [b, s] -> their rows, times the embedding's scale, [T', h]"""
-        rows, mine = self.localise(ids.flatten())
+        rows = ids.flatten() - self.first_row
+        mine = (rows >= 0) & (rows < self.num_rows)
+        rows = rows.masked_fill(~mine, 0)
         return _Lookup.apply(rows, mine, self.scale, self.weight, self.context, self.weight.handle)
 
 
 class Output(NamedTuple):
-    """From hidden states to logits and loss, by a table, which may also be the token table.
-
-    Attributes:
-        bias: of the logits, sharded like the table; or None.
-    """
+    """From hidden states to logits and loss, by a table, which may also be the token table."""
 
     table: VocabularyTable
-    bias: Weight | None
+    bias: Weight | None  # of the logits, sharded like the table
     to_logits: LogitMap
 
     @property
@@ -66,26 +58,17 @@ class Output(NamedTuple):
         weight, *biases = (weight.data[:num_rows] for weight in self.weights)
         return self.table.context.products.output(x, weight, *biases)
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x [.., h] -> this rank's logits [.., v/tp] without padding. Has no gradient."""
-        products = self.products(x, self.table.num_rows)
-        return self.to_logits(products).to(products.dtype)
-
     def whole_logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, h] -> [n, v], the same on all of tp. Has no gradient."""
-        part, tp, rows = self.logits(x), self.table.context.tp, self.table.weight.block.stored[0]
-        padded = part.new_zeros(len(part), rows)
-        padded[:, : part.shape[1]] = part
-        whole = tp.all_gather(padded, part.new_empty(tp.size * len(part), rows)).view(tp.size, len(part), rows)
-        return whole.transpose(0, 1).reshape(len(part), -1)[:, : self.table.vocab_size]
+        table, tp = self.table, self.table.context.tp
+        products, rows = self.products(x, table.num_rows), table.weight.block.stored[0]
+        part = products.new_zeros(len(products), rows)
+        part[:, : products.shape[1]] = self.to_logits(products).to(products.dtype)
+        whole = tp.all_gather(part, part.new_empty(tp.size * len(part), rows)).view(tp.size, len(part), rows)
+        return whole.transpose(0, 1).reshape(len(part), -1)[:, : table.vocab_size]
 
     def loss(
-        self,
-        x: torch.Tensor,
-        norm: Norm,
-        labels: torch.Tensor,
-        weights: torch.Tensor,
-        seed: torch.Tensor | None = None,
+        self, x: torch.Tensor, norm: Norm, labels: torch.Tensor, weights: torch.Tensor, seed: torch.Tensor | None
     ) -> torch.Tensor:
         """x [T', h], labels [b, s] int64, weights [b, s] fp32 -> per sample the sum of weights x cross-entropy in nats.
 
@@ -98,22 +81,6 @@ class Output(NamedTuple):
         if not torch.is_grad_enabled():
             seed = None
         return _VocabularyLoss.apply(x, norm, self, labels, weights, seed, handle_of(norm, self))
-
-    def target_scores(self, x: torch.Tensor, norm: Norm, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [T', h], labels [b, s] int64 -> [2, b, s]: cross-entropies in nats; 1 where labels are likeliest, else 0.
-
-        In fp32 or wider, the same on all of tp. Of equally likely tokens the first counts. Has no gradient.
-
-        Args:
-            weights: [b, s]; where they are 0, no logits are computed, and the result is 0.
-        """
-        normed, *_ = norm.normalise(x)
-        whole, flat = self.table.context.stream.start_unshard(normed).wait(), labels.flatten()
-        rows = weights.flatten().nonzero()[:, 0]
-        found = normed.new_zeros(2, len(flat), dtype=wide(normed))
-        for part in (rows[chunk] for chunk in self.chunks(len(rows))):
-            found[:, part] = _chunk_scores(self, whole[part], flat[part])
-        return found.view(2, *labels.shape)
 
     def chunks(self, num_tokens: int) -> list[slice]:
         """Return the tokens whose logits are in memory together: --loss-chunk-tokens."""
@@ -177,23 +144,16 @@ class _VocabularyLoss(torch.autograd.Function):
         return *(ctx.saved_tensors or (None,)), *(None,) * 6
 
 
-class _SoftmaxSums(NamedTuple):
-    """Sums over the whole vocabulary for C tokens, in fp32 or wider.
+class SoftmaxSums(NamedTuple):
+    """Sums over the whole vocabulary for C tokens, [C] each, in fp32 or wider."""
 
-    Attributes:
-        total: of the exponentials, relative to the maximum, [C].
-        picked: the labels' logits, [C].
-        log_sum: the log of the sum of the exponentials, [C].
-        factor: from exponentials relative to this rank's maximum to those relative to the maximum, [C].
-    """
-
-    total: torch.Tensor
-    picked: torch.Tensor
-    log_sum: torch.Tensor
-    factor: torch.Tensor
+    total: torch.Tensor  # of the exponentials, relative to the maximum
+    picked: torch.Tensor  # the labels' logits
+    log_sum: torch.Tensor  # the log of the sum of the exponentials
+    factor: torch.Tensor  # from exponentials relative to this rank's maximum to those relative to the maximum
 
 
-def _softmax_sums(output: Output, logits: torch.Tensor, columns: torch.Tensor) -> _SoftmaxSums:
+def softmax_sums(output: Output, logits: torch.Tensor, columns: torch.Tensor) -> SoftmaxSums:
     """logits [C, v/tp], which are overwritten; columns [C]: labels as columns of this rank"""
     table, tp = output.table, output.table.context.tp
     peak, sums = table.context.kernels.loss.sums(logits, columns, table.num_rows, output.to_logits)  # [C], [2, C]
@@ -201,7 +161,7 @@ def _softmax_sums(output: Output, logits: torch.Tensor, columns: torch.Tensor) -
     factor = (peak - highest).exp_()
     sums[0] *= factor
     tp.all_reduce_(sums)
-    return _SoftmaxSums(sums[0], sums[1], sums[0].log() + highest, factor)
+    return SoftmaxSums(sums[0], sums[1], sums[0].log() + highest, factor)
 
 
 def _chunk_losses(
@@ -213,7 +173,7 @@ def _chunk_losses(
     logits = output.products(x)  # [C, v/tp]
     allocation = table.context.tracker.allocate("logits", logits.numel() * logits.element_size())
     columns = labels - table.first_row  # [C]
-    sums = _softmax_sums(output, logits, columns)
+    sums = softmax_sums(output, logits, columns)
     if grad is not None:
         kept = kernels.kept(sums.factor, sums.total, sums.log_sum, to_logits)
         grad.add(part, kernels.grad_(logits, columns, table.num_rows, kept, grad.scale[part], to_logits))
@@ -221,39 +181,13 @@ def _chunk_losses(
     return sums.log_sum - sums.picked
 
 
-def _chunk_scores(output: Output, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """x [C, h], labels [C] -> [2, C], see `Output.target_scores`."""
-    table = output.table
-    logits = output.products(x)  # [C, v/tp]
-    allocation = table.context.tracker.allocate("logits", logits.numel() * logits.element_size())
-    likeliest = _likeliest(table, logits)
-    sums = _softmax_sums(output, logits, labels - table.first_row)
-    allocation.end()
-    return torch.stack([sums.log_sum - sums.picked, (likeliest == labels).to(sums.log_sum.dtype)])
-
-
-def _likeliest(table: VocabularyTable, logits: torch.Tensor) -> torch.Tensor:
-    """logits [C, v/tp] -> the first of the likeliest tokens of the whole vocabulary, [C] int64."""
-    tp = table.context.tp
-    logits[:, table.num_rows :] = -torch.inf  # padding
-    peak, columns = logits.max(-1)
-    highest = tp.all_reduce_(peak.to(wide(peak), copy=True), op=MAX)
-    mine = peak.to(highest.dtype) == highest
-    return tp.all_reduce_(torch.where(mine, columns + table.first_row, table.vocab_size), op=MIN)
-
-
 class _ChunkGradients:
-    """The gradients of a micro-batch's products, from those of its chunks.
+    """The gradients of a micro-batch's products, from those of its chunks."""
 
-    Attributes:
-        scale: d objective / d loss of each token, [T] in fp32 or wider.
-        reducing: the sum over tp of the gradient of `whole`, in flight after the last chunk.
-    """
-
-    reducing: AsyncTensor
+    reducing: AsyncTensor  # the sum over tp of the gradient of `whole`, in flight after the last chunk
 
     def __init__(self, output: Output, whole: torch.Tensor, scale: torch.Tensor, wanted: bool) -> None:
-        """wanted: compute the gradient of `whole` [T, h]."""
+        """scale [T]: d objective / d loss, in fp32 or wider. wanted: compute the gradient of `whole` [T, h]."""
         self.output, self.whole, self.scale = output, whole, scale.flatten()
         self.dwhole = torch.empty_like(whole) if wanted else None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
@@ -83,9 +84,17 @@ class HasWeights(Protocol):
     weights: tuple[Weight, ...]
 
 
-def handle_of(*parts: HasWeights) -> torch.Tensor:
+class WeightedModule(nn.Module):
+    """A part whose weights are those that it assigns to itself."""
+
+    @functools.cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        return tuple(value for value in vars(self).values() if isinstance(value, Weight))
+
+
+def handle_of(*parts: HasWeights | None) -> torch.Tensor:
     """Return a handle for all weights of `parts`: that of one that trains, if any does."""
-    handles = [weight.handle for part in parts for weight in part.weights]
+    handles = [weight.handle for part in parts if part is not None for weight in part.weights]
     return next((handle for handle in handles if handle.requires_grad), handles[0])
 
 

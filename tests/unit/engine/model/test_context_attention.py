@@ -10,8 +10,7 @@ from megazero.engine.kernels.dropout import Dropout
 from megazero.engine.kernels.kernel_table import EAGER
 from megazero.engine.mesh.collectives import Axis
 from megazero.engine.model.context_parallel.dealt import DealtTokens
-from megazero.engine.model.context_parallel.piece_kernels import merge_
-from megazero.engine.model.context_parallel.pieces import Piece, parts, pieces_of
+from megazero.engine.model.context_parallel.pieces import Piece, merge_, parts, pieces_of
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.attention import CoreAttention
 from megazero.engine.model.scores import PLAIN, Scores

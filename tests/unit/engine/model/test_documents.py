@@ -14,7 +14,8 @@ from megazero.engine.model.stage import declare
 from megazero.flags.config import Config, DataConfig, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.generation.generate import packed_prompts
-from megazero.planner.trace.trace import trace_block
+from megazero.generation.model import hidden_states
+from megazero.planner.trace.trace import trace_block, whole_samples
 from tests import reference
 from tests.helpers.table import for_each
 from tests.parallel.cases import MODEL, Case, new_engine
@@ -42,7 +43,7 @@ def test_spans_and_positions_of_documents() -> None:
     for first in range(33):
         for stop in range(first + 1, 34):
             assert list(chain(*documents.runs(range(first, stop)))) == positions[first:stop]
-    assert Documents.whole(2, 5, CPU).spans == (DocumentSpan(0, 0, 5), DocumentSpan(1, 0, 5))
+    assert whole_samples(2, 5, CPU).spans == (DocumentSpan(0, 0, 5), DocumentSpan(1, 0, 5))
 
 
 # torch's kernel, and weights in the open; 16 bit rounds at every step
@@ -59,8 +60,8 @@ def test_a_packed_document_is_the_document_alone(architecture: str, precision: s
     info = MicroBatchInfo.of(ids, (0, 1, 2), engine.model.stream, training=False, **flags)
     assert engine.model.head is not None
     with torch.no_grad():
-        hidden = engine.model.body(engine.model.embed(ids, info), info)
-        found = engine.model.head.logits(hidden).view(3, 11, -1)
+        hidden = hidden_states(engine.model, ids, info)
+        found = engine.model.head.whole_logits(hidden).view(3, 11, -1)
     plain = case._replace(precision="fp64", reset="").config()
     weights = reference.initial_weights(plain)
     for row, lengths in enumerate(LENGTHS):

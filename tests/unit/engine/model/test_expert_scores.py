@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from megazero.engine.memory.tracker import MemoryTracker
-from megazero.engine.model.balance import Balance
-from megazero.engine.model.experts.expert_scores import ExpertScores
-from megazero.engine.model.experts.router import Router
+from megazero.engine.model.dispatch import Balance
+from megazero.engine.model.experts.router import ExpertScores, Router
 from megazero.engine.model.layers.context import Context, MicroBatchInfo, ResidualStream
 from megazero.engine.model.layers.weight import GradWriter, Weight
 from megazero.engine.plan.layout.topology import Layout

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from megazero.engine.kernels.grouped import GroupedProducts, RowGroups
 from megazero.engine.kernels.matmul import TORCH
 from megazero.engine.memory.tracker import MemoryTracker
-from megazero.engine.model.balance import Balance
+from megazero.engine.model.dispatch import Balance
 from megazero.engine.model.experts.experts import Experts
 from megazero.engine.model.experts.router import Router
 from megazero.engine.model.layers.context import Context, MicroBatchInfo, ResidualStream
-from megazero.engine.model.layers.linear import Call, Residual
+from megazero.engine.model.layers.linear import Residual
 from megazero.engine.model.layers.norm import NORMS, NoNorm
 from megazero.engine.model.layers.weight import named_weights
 from megazero.engine.plan.layout.topology import Layout
@@ -138,7 +138,7 @@ def compare(name: str, precision: str, tolerance: float, frozen: tuple[str, ...]
     residual = Residual(context.dropout(0.0, 0, "mlp"), after, model.residual_multiplier)
     tokens = micro_batch(Balance(TARGETS, torch.tensor(SEED, dtype=torch.float64)))
     given = dy.clone()
-    y = layers["mlp"](x, layers["norm"], residual, Call(None, True, tokens))
+    y = layers["mlp"](x, layers["norm"], residual, tokens, True)
     y.backward(given)
 
     theirs = {name: weight.data.double().requires_grad_() for name, weight in weights.items()}

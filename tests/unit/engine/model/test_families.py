@@ -18,6 +18,7 @@ from megazero.engine.step.engine import Engine
 from megazero.flags.cli import parse
 from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
+from megazero.generation.model import hidden_states
 from megazero.interop.huggingface.families import MODELS, family_of
 from megazero.interop.huggingface.model_types import canonical
 from megazero.interop.huggingface.weight_conversions import layer_types_of
@@ -130,7 +131,7 @@ def test_logits_and_gradients_are_those_of_transformers(
     with torch.no_grad():
         info = MicroBatchInfo.of(ids, (0, 1, 2), ours.model.stream, training=False)
         assert ours.model.head is not None
-        found = ours.model.head.logits(ours.model.body(ours.model.embed(ids, info), info)).view_as(logits)
+        found = ours.model.head.whole_logits(hidden_states(ours.model, ids, info)).view_as(logits)
     assert (found - logits).abs().max() < tolerance * logits.abs().max()
     check_losses_and_gradients(ours, [loss], [1.0], parameters, tolerance=tolerance)
 

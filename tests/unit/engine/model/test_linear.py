@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from megazero.engine.kernels.eager import wide
 from megazero.engine.memory.tracker import MemoryTracker
-from megazero.engine.model.layers.context import Context, ResidualStream
-from megazero.engine.model.layers.linear import Call, ColumnLinear, Residual, ResidualRows, RowLinear
-from megazero.engine.model.layers.mlp import MLP
+from megazero.engine.model.block import MLP
+from megazero.engine.model.layers.context import Context, MicroBatchInfo, ResidualStream
+from megazero.engine.model.layers.linear import ColumnLinear, Residual, ResidualRows, RowLinear
 from megazero.engine.model.layers.norm import NORMS, NoNorm
 from megazero.engine.model.layers.weight import GradWriter, Weight, named_weights
 from megazero.engine.plan.layout.topology import Layout
@@ -48,8 +48,8 @@ def test_a_bias_gradient_is_not_rounded_to_the_precision(kind: type, dtype: str,
     if isinstance(layer, ColumnLinear):
         layer.add_gradients(x, dy)
     else:
-        rows = ResidualRows((layer,), (None,), Residual(context.dropout(0.0, 0, "mlp")))
-        rows.backward(dy, Call(mask=None, output=True), (True,), (x,))
+        rows = ResidualRows((layer,), (None,), Residual(context.dropout(0.0, 0, "mlp")), mask=None)
+        rows.backward(dy, (True,), (x,))
     assert owner[layer.bias].tolist() == [3 + step] * 5
 
 
@@ -109,7 +109,7 @@ def test_an_mlp_and_its_norms_are_one_function(
     x.requires_grad_(needs_dx)
     residual = Residual(context.dropout(0.0, 0, "mlp"), after, case.multiplier)
     given = dy.clone()
-    y = layers["mlp"](x, layers["norm"], residual, Call(mask=None, output=True))
+    y = layers["mlp"](x, layers["norm"], residual, MicroBatchInfo(0, (), training=False, rows=(), runs=()), True)
     y.backward(given)
 
     theirs = {name: weight.data.clone().requires_grad_() for name, weight in weights.items()}

@@ -16,6 +16,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
 from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
+from megazero.generation.model import hidden_states
 from tests.parallel.cases import MicroBatch
 
 TOLERANCE = 1e-10  # in fp64
@@ -79,9 +80,7 @@ def test_logits(pair) -> None:
     with torch.no_grad():
         wanted = theirs(ids).logits
         tokens = MicroBatchInfo.of(ids, (0, 1, 2), ours.model.stream, training=False)
-        found = ours.model.head.logits(ours.model.body(ours.model.embed(ids, tokens), tokens)).view(
-            3, MODEL.seq_length, -1
-        )
+        found = ours.model.head.whole_logits(hidden_states(ours.model, ids, tokens)).view(3, MODEL.seq_length, -1)
     assert found.shape == wanted.shape  # without padding
     assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
 

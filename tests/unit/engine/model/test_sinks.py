@@ -14,7 +14,7 @@ from megazero.engine.model.layers.attention import CoreAttention
 from megazero.engine.model.layers.sinks import Sinks
 from megazero.engine.model.scores import Scores
 from megazero.flags.config import ModelConfig
-from megazero.generation.kv_cache import KVCache
+from megazero.generation.kv_cache import KVCache, attend_prompt
 from tests.helpers.table import for_each
 from tests.pretended_gpu import GPU, pretended_gpu
 from tests.unit.engine.model.test_experts import context_of
@@ -102,7 +102,7 @@ def test_a_cache_has_the_sinks_once() -> None:
     for first, stop in ((0, 9), *((at, at + 1) for at in range(9, 20))):
         given = [part[0, :, first:stop].transpose(0, 1) for part in parts]
         found = cache.attend(
-            *(0, core.scores, lambda q, k, v, dealt: core.prompt(q, k, v, True, dealt), *given),
+            *(0, core.scores, lambda q, k, v, dealt: attend_prompt(core, q, k, v, True, dealt), *given),
             rows=(Rows(0, first, stop - first),),
             sinks=VALUES,
         )

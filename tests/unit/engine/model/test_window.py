@@ -20,7 +20,7 @@ from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.cli import parse
 from megazero.flags.config import ActivationConfig, Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
-from megazero.generation.kv_cache import KVCache
+from megazero.generation.kv_cache import KVCache, attend_prompt
 from megazero.interop.huggingface.families import MODELS, family_of
 from megazero.planner.run_plan import make_plan, plan_config
 from megazero.planner.trace.kernel_records import Operator
@@ -123,7 +123,7 @@ def test_a_cache_attends_as_whole_sequences_do(scores: Scores) -> None:
         rows = tuple(Rows(row, first, stop - first) for row, (_, first, stop) in enumerate(new))
         given = [torch.cat([sequences[i][j][first:stop] for i, first, stop in new]) for j in range(3)]
         found = cache.attend(
-            7, scores, lambda q, k, v, dealt: core.prompt(q, k, v, not scores.softcap, dealt), *given, rows
+            7, scores, lambda q, k, v, dealt: attend_prompt(core, q, k, v, not scores.softcap, dealt), *given, rows
         )
         return list(found.split([row.count for row in rows]))
 
