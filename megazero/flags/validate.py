@@ -99,7 +99,7 @@ def check_values(config: Config) -> None:
         )
     _check_precision_and_zero(config)
     _check_learning_rate(config)
-    if config.parallel.layout == "given":  # else the flags that these need may be chosen yet
+    if not searches(config):  # else the flags that these need may be chosen yet
         _check_layout(config)
     _check_saving(config)
     _check_profile(config)
@@ -130,7 +130,7 @@ def _check_needs(config: Config) -> None:
 
 def lacks_needed(config: Config, name: str) -> bool:
     """Return whether a flag of `NEEDS` is given without those that it needs."""
-    undecided = config.parallel.layout == "auto" and name in LAYOUT_FLAGS
+    undecided = searches(config) and name in LAYOUT_FLAGS
     if undecided or value_of(config, name) == flags()[name].default:
         return False
     for other, value in re.findall(r"--([a-z-]+) ?(\w*)", NEEDS[name]):
@@ -302,6 +302,11 @@ def _check_data(config: Config) -> None:
 def plans(plan: PlanConfig) -> bool:
     """Return True if the command line asks for a prediction instead of a run."""
     return plan.plan or plan.plan_search
+
+
+def searches(config: Config) -> bool:
+    """Return True if the flags of the layout that are not given will be chosen."""
+    return config.parallel.layout == "auto" or config.plan.plan_search
 
 
 def _check_plan(plan: PlanConfig, auto: bool) -> None:
