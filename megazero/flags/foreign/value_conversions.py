@@ -229,6 +229,18 @@ def recomputed_layers(flag: ForeignFlag) -> list[str]:
     return []
 
 
+def recomputed_modules(flag: ForeignFlag) -> list[str]:
+    """core_attn alone: --recompute selective, unless --recompute is given"""
+    if others := [module for module in flag.values if module != "core_attn"]:
+        raise Refused(
+            f"{', '.join(others)} cannot be chosen; --recompute selective recomputes core_attn, full whole layers; "
+            "give one, and drop this flag"
+        )
+    if not flag.values:
+        raise Refused("give it core_attn, or drop it")
+    return [] if "recompute" in flag.ours else ["--recompute", "selective"]
+
+
 # -- tokenizer
 
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
@@ -387,16 +399,8 @@ CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
     function.__name__: function
     for function in (
         *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
-        *(
-            scale_power,
-            betas,
-            scheduled_rate,
-            words_unless_given,
-            architecture,
-            virtual_stages,
-            output,
-            recomputed_layers,
-        ),
+        *(scale_power, betas, scheduled_rate, words_unless_given, architecture, virtual_stages, output),
+        *(recomputed_layers, recomputed_modules),
         *(layer_pattern, linear_scaling, run_name, report, resume, accumulation),
         *(rename_with_experts, refused_with_experts, expert_layers, balance),
         *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
