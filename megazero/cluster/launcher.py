@@ -1,12 +1,14 @@
 """Start the ranks of this machine, or with --elastic of several: scripts/launch.sh, and `megazero launch`."""
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
 import resource
 import socket
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,6 +109,11 @@ def _launch(asked: Asked, program: list[str]) -> int:
     own = asked.own
     if program[0] != "-m" and not Path(program[0]).is_file():
         raise ValueError(f"no program at {program[0]}; set PROGRAM to a file that exists, or unset it")
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError(
+            f"{sys.executable} has no torch; install it there, or name another interpreter: for scripts/launch.sh in "
+            "PYTHON, which defaults to the .venv of scripts/quickstart.sh"
+        )
     nproc, elastic = own.get("--nproc", ""), own.get("--elastic", "")
     if "--nproc" not in own:
         nproc = str(_num_gpus() or 1)
@@ -165,7 +172,7 @@ def _elastic_wait(own: dict[str, str]) -> str:
 def _log_dir(words: list[str]) -> Path:
     """Return the last --log-dir of the program; `runs` if it is empty or missing, because ranks' logs are kept."""
     found = ""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         if word == "--log-dir":
             found = following
         elif word.startswith("--log-dir="):
