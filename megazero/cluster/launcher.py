@@ -1,7 +1,6 @@
 """Start the ranks of this machine, or with --elastic of several: scripts/launch.sh, and `megazero launch`."""
 
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -109,11 +108,6 @@ def _launch(asked: Asked, program: list[str]) -> int:
     own = asked.own
     if program[0] != "-m" and not Path(program[0]).is_file():
         raise ValueError(f"no program at {program[0]}; set PROGRAM to a file that exists, or unset it")
-    if importlib.util.find_spec("torch") is None:
-        raise ValueError(
-            f"{sys.executable} has no torch; install it there, or name another interpreter: for scripts/launch.sh in "
-            "PYTHON, which defaults to the .venv of scripts/quickstart.sh"
-        )
     nproc, elastic = own.get("--nproc", ""), own.get("--elastic", "")
     if "--nproc" not in own:
         nproc = str(_num_gpus() or 1)
@@ -132,7 +126,15 @@ def _launch(asked: Asked, program: list[str]) -> int:
     options = ["--redirects", f"0:0{others}"] if sys.stdout.isatty() else ["--redirects", "3", "--tee", "0:3"]
     if elastic:
         options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", own.get("--rdzv-endpoint") or "localhost:0"]
-    from megazero.cluster.launch_ranks import launch_ranks
+    try:
+        from megazero.cluster.launch_ranks import launch_ranks
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ValueError(
+            f"{sys.executable} has no torch; install it there, or name another interpreter: for scripts/launch.sh in "
+            "PYTHON, which defaults to the .venv of scripts/quickstart.sh"
+        ) from None
 
     where = ["--nnodes", elastic or "1", "--nproc-per-node", nproc, "--role", "", *options]
     return launch_ranks(log_dir / "ranks", wait, [*where, *program, *asked.rest])
