@@ -70,6 +70,11 @@ class Asked(NamedTuple):
     rest: list[str]
 
 
+NO_TORCH = (
+    f"{sys.executable} cannot import torch; run `bash scripts/quickstart.sh`, or set PYTHON to an interpreter that can"
+)
+
+
 def launch_ranks_here(words: list[str], program: list[str]) -> int:
     """Start the ranks, wait for them, and return the exit code.
 
@@ -131,10 +136,7 @@ def _launch(asked: Asked, program: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ValueError(
-            f"{sys.executable} has no torch; install it there, or name another interpreter: for scripts/launch.sh in "
-            "PYTHON, which defaults to the .venv of scripts/quickstart.sh"
-        ) from None
+        raise ValueError(NO_TORCH) from None
 
     where = ["--nnodes", elastic or "1", "--nproc-per-node", nproc, "--role", "", *options]
     return launch_ranks(log_dir / "ranks", wait, [*where, *program, *asked.rest])
@@ -145,10 +147,7 @@ def _num_gpus() -> int:
     try:
         import torch
     except ImportError:
-        raise ValueError(
-            f"{sys.executable} cannot import torch; run `bash scripts/quickstart.sh`, or set PYTHON to an interpreter "
-            "that can"
-        ) from None
+        raise ValueError(NO_TORCH) from None
     return torch.cuda.device_count()
 
 

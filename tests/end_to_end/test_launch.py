@@ -156,8 +156,9 @@ def test_a_missing_program_or_interpreter_is_named(tmp_path):
     bare = tmp_path / "without torch"  # a name with a space is one word
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
     bare.chmod(0o755)
-    done = launch(cwd=tmp_path, PYTHON=str(bare))
-    assert done.returncode == 2 and re.match(r"launch.sh: \S+ has no torch; install it there, or ", done.stderr)
+    for nproc in ([], ["--nproc", "1"]):
+        done = launch(*nproc, cwd=tmp_path, PYTHON=str(bare))
+        assert done.returncode == 2 and re.match(r"launch.sh: \S+ cannot import torch; run `bash", done.stderr)
 
 
 def test_the_interpreter_can_have_several_words(tmp_path):
