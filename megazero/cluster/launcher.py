@@ -7,6 +7,7 @@ import re
 import resource
 import socket
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +70,11 @@ class Asked(NamedTuple):
     rest: list[str]
 
 
+NO_TORCH = (
+    f"{sys.executable} cannot import torch; run `bash scripts/quickstart.sh`, or set PYTHON to an interpreter that can"
+)
+
+
 def launch_ranks_here(words: list[str], program: list[str]) -> int:
     """Start the ranks, wait for them, and return the exit code.
 
@@ -125,7 +131,12 @@ def _launch(asked: Asked, program: list[str]) -> int:
     options = ["--redirects", f"0:0{others}"] if sys.stdout.isatty() else ["--redirects", "3", "--tee", "0:3"]
     if elastic:
         options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", own.get("--rdzv-endpoint") or "localhost:0"]
-    from megazero.cluster.launch_ranks import launch_ranks
+    try:
+        from megazero.cluster.launch_ranks import launch_ranks
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ValueError(NO_TORCH) from None
 
     where = ["--nnodes", elastic or "1", "--nproc-per-node", nproc, "--role", "", *options]
     return launch_ranks(log_dir / "ranks", wait, [*where, *program, *asked.rest])
@@ -136,10 +147,7 @@ def _num_gpus() -> int:
     try:
         import torch
     except ImportError:
-        raise ValueError(
-            f"{sys.executable} cannot import torch; run `bash scripts/quickstart.sh`, or set PYTHON to an interpreter "
-            "that can"
-        ) from None
+        raise ValueError(NO_TORCH) from None
     return torch.cuda.device_count()
 
 
@@ -165,7 +173,7 @@ def _elastic_wait(own: dict[str, str]) -> str:
 def _log_dir(words: list[str]) -> Path:
     """Return the last --log-dir of the program; `runs` if it is empty or missing, because ranks' logs are kept."""
     found = ""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         if word == "--log-dir":
             found = following
         elif word.startswith("--log-dir="):

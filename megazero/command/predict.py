@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from megazero.flags.cli import Command
+from megazero.flags.cli import Command, names_of
 from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.flags.stages import of_longest
 from megazero.log import log
@@ -30,7 +30,7 @@ def predict(command: Command) -> None:
         log.info(choice.words(config, device, command.dropped))
         config = choice.apply(config)
     if config.plan.plan_search:
-        search_report.run_search(config, command.args, console)
+        search_report.run_search(config, command.args, console, given=names_of(command.args) | of_stage)
         return
     plan = make_plan(*plan_config(config))
     plan_report.show(plan, console)

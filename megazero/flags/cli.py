@@ -18,7 +18,7 @@ from megazero.flags.duration import count_iterations
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, to_toml, toml_value, value_of, with_values
 from megazero.flags.foreign.translate import OWN_WORDS, refusals, split_items, translate
 from megazero.flags.giving_way import give_way
-from megazero.flags.help import show_normal, with_whole_lines
+from megazero.flags.help import show_normal, until_reader_ends, with_whole_lines
 from megazero.flags.limit_checks import check_text
 from megazero.flags.presets import Preset, over_defaults, read_preset
 from megazero.flags.recipe import RECIPE_FLAGS
@@ -108,7 +108,8 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
     import tyro
 
     if "--help" in argv or "-h" in argv:
-        show_normal(program_name(SCRIPT), bool({"--plan", "--plan-search"} & {*argv}))
+        with until_reader_ends():
+            show_normal(program_name(SCRIPT), bool({"--plan", "--plan-search"} & {*argv}))
     argv = ["--help" if word == "--help-all" else word for word in argv]
     name = _last_value(argv, "preset")
     check_text("preset", name, is_path=True)
@@ -129,9 +130,9 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
     if "--help" in args:
         defaults = with_whole_lines(defaults)
     try:
-        config = tyro.cli(
-            type(defaults), default=defaults, args=args, prog=program_name(SCRIPT), config=(tyro.conf.OmitArgPrefixes,)
-        )
+        program, omit = program_name(SCRIPT), (tyro.conf.OmitArgPrefixes,)
+        with until_reader_ends():
+            config = tyro.cli(type(defaults), default=defaults, args=args, prog=program, config=omit)
     except SystemExit as stop:
         if stop.code and notes:  # the message names the translation of a foreign flag
             log.error("\n".join(notes))
@@ -211,7 +212,8 @@ def read_own(kind: type[Own], argv: list[str], script: str) -> tuple[Own, list[s
     import tyro
 
     text, program = in_own_words(inspect.getdoc(kind) or ""), program_name(script)  # tyro alone drops examples
-    options, rest = tyro.cli(kind, args=argv, prog=program, description=text, return_unknown_args=True)
+    with until_reader_ends():
+        options, rest = tyro.cli(kind, args=argv, prog=program, description=text, return_unknown_args=True)
     return options, list(rest)
 
 
@@ -222,4 +224,6 @@ def read_flags(kind: type[Own], argv: list[str], script: str) -> Own:
     text, program = in_own_words(inspect.getdoc(kind) or ""), program_name(script)
     if {"--help", "-h"} & {*argv}:
         kind = with_whole_lines(kind)
-    return tyro.cli(kind, args=argv, prog=program, description=text)
+    with until_reader_ends():
+        options = tyro.cli(kind, args=argv, prog=program, description=text)
+    return options

@@ -1,10 +1,14 @@
 """--help in two lengths: the flags of a normal run, and all of them."""
 
+import contextlib
 import dataclasses
 import inspect
+import os
+import signal
 import sys
 import textwrap
 import typing
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from megazero.called_as import in_own_words
@@ -67,6 +71,23 @@ DEVICE_DEFAULTS = {
 }
 
 WRAPPER = textwrap.TextWrapper(100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+@contextlib.contextmanager
+def until_reader_ends() -> Iterator[None]:
+    """Print help in this block.
+
+    Raises:
+        SystemExit: the reader of a pipe, such as `head`, has ended; with the code that a shell has for SIGPIPE.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at its end
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def show_normal(program: str, plans: bool = False) -> None:

@@ -100,10 +100,11 @@ def check_values(config: Config) -> None:
         )
     _check_precision_and_zero(config)
     _check_learning_rate(config)
-    if config.parallel.layout == "given":  # else the flags that these need may be chosen yet
+    if not searches(config):  # else the flags that these need may be chosen yet
         _check_layout(config)
     _check_saving(config)
     _check_profile(config)
+    _check_time_outs(config)
     _check_plan(config.plan, config.parallel.layout == "auto")
     _check_data(config)
 
@@ -131,7 +132,7 @@ def _check_needs(config: Config) -> None:
 
 def lacks_needed(config: Config, name: str) -> bool:
     """Return whether a flag of `NEEDS` is given without those that it needs."""
-    undecided = config.parallel.layout == "auto" and name in LAYOUT_FLAGS
+    undecided = searches(config) and name in LAYOUT_FLAGS
     if undecided or value_of(config, name) == flags()[name].default:
         return False
     for other, value in re.findall(r"--([a-z-]+) ?(\w*)", NEEDS[name]):
@@ -266,6 +267,16 @@ def _check_saving(config: Config) -> None:
             _check_writable(flag, Path(path))
 
 
+def _check_time_outs(config: Config) -> None:
+    """Refuse a limit for hangs that a collective's limit precedes: the run would end without the ranks' operations."""
+    hang, collective = config.monitor.hang_timeout, config.parallel.distributed_timeout_minutes
+    if hang >= collective:
+        raise ValueError(
+            f"--hang-timeout {hang:g} is not less than --distributed-timeout-minutes {collective:g}, which ends a run "
+            "that hangs in a collective first; lower it, or raise --distributed-timeout-minutes"
+        )
+
+
 def _check_writable(flag: str, path: Path) -> None:
     """Write a file without a name to a folder, or to the nearest one that exists, before hours of work."""
     try:
@@ -303,6 +314,11 @@ def _check_data(config: Config) -> None:
 def plans(plan: PlanConfig) -> bool:
     """Return True if the command line asks for a prediction instead of a run."""
     return plan.plan or plan.plan_search
+
+
+def searches(config: Config) -> bool:
+    """Return True if the flags of the layout that are not given will be chosen."""
+    return config.parallel.layout == "auto" or config.plan.plan_search
 
 
 def _check_plan(plan: PlanConfig, auto: bool) -> None:

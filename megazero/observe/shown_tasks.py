@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from megazero.units import things
+
 # key of metrics.jsonl -> its name, and the format of its values
 SHOWN = {
     "task_acc": ("accuracy", ".3f"),
@@ -13,7 +15,7 @@ SHOWN = {
 
 
 class ShownScore(NamedTuple):
-    """A score: its task, or TASK/DOMAIN; the name of the score; its value, such as "0.612 ± 0.011"."""
+    """A score: its task, or TASK/DOMAIN; the name of the score; its value, such as "0.612 ± 0.011 (1,838 items)"."""
 
     task: str
     name: str
@@ -25,11 +27,15 @@ class ShownScore(NamedTuple):
 
 def task_scores(record: Mapping[str, Any]) -> list[ShownScore]:
     """Return the scores of all tasks in a record, task by task."""
-    found = []
+    found, items = list[ShownScore](), record.get("task_items", {})  # records of earlier versions count no items
     for key, (name, form) in SHOWN.items():
         errors = record.get(f"{key}_stderr", {})
         for task, value in record.get(key, {}).items():
             shown = "not finite" if value is None else format(value, form)
-            found.append(ShownScore(task, name, shown + (f" ± {errors[task]:{form}}" if task in errors else "")))
+            if task in errors:
+                shown += f" ± {errors[task]:{form}}"
+            if task in items:
+                shown += f" ({things(items[task], 'item')})"
+            found.append(ShownScore(task, name, shown))
     order = list(dict.fromkeys(score.task.partition("/")[0] for score in found))
     return sorted(found, key=lambda score: order.index(score.task.partition("/")[0]))

@@ -206,6 +206,7 @@ class TaskScores(NamedTuple):
                     for name in filter(None, (item.task, item.domain and f"{item.task}/{item.domain}")):
                         texts[name].append((nats[0], len(item.text.encode())))
         found: Record = {
+            "task_items": {name: len(values) for counted in (right, texts) for name, values in counted.items()},
             "task_acc": {task: _mean(values) for task, values in right.items()},
             "task_acc_stderr": _standard_errors(right),
             "task_acc_norm": {task: _mean(values) for task, values in normed.items()},

@@ -151,3 +151,16 @@ def test_a_missing_program_or_interpreter_is_named(tmp_path):
     assert done.returncode == 2 and "nowhere.py" in done.stderr
     done = launch(cwd=tmp_path, PYTHON="/bin/false")
     assert done.returncode == 2 and "/bin/false" in done.stderr and "quickstart.sh" in done.stderr
+    done = launch(cwd=tmp_path, PYTHON="no-apptainer exec image python")
+    assert done.returncode == 2 and done.stderr.startswith("launch.sh: no command no-apptainer; ")
+    bare = tmp_path / "without torch"  # a name with a space is one word
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    bare.chmod(0o755)
+    for nproc in ([], ["--nproc", "1"]):
+        done = launch(*nproc, cwd=tmp_path, PYTHON=str(bare))
+        assert done.returncode == 2 and re.match(r"launch.sh: \S+ cannot import torch; run `bash", done.stderr)
+
+
+def test_the_interpreter_can_have_several_words(tmp_path):
+    done = launch("--nproc", "1", cwd=tmp_path, PYTHON=f"env IN_IMAGE=1 {sys.executable}")
+    assert done.returncode == 0, done.stderr

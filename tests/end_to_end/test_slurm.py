@@ -107,6 +107,8 @@ def test_a_job_without_an_interpreter_fails_and_says_so(cluster, tmp_path):
     job = cluster.wait(submit(cluster, tmp_path, ["--ntasks=1"], [], PYTHON=""))
     assert (job.state, job.exit_code) == ("FAILED", "2:0")
     assert "no .venv/bin/python" in batch_log(tmp_path, job) and "quickstart.sh" in batch_log(tmp_path, job)
+    job = cluster.wait(submit(cluster, tmp_path, ["--ntasks=1"], [], PYTHON="no-apptainer exec image python"))
+    assert "PYTHON=no-apptainer exec image python: no command no-apptainer on " in batch_log(tmp_path, job)
     job = cluster.wait(submit(cluster, tmp_path, ["--ntasks=1"], [], PROGRAM=""))
     assert job.exit_code == "2:0" and "no pretrain_gpt.py" in batch_log(tmp_path, job)
 

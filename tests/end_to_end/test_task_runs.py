@@ -163,7 +163,7 @@ def test_scores_of_a_run(run, by_transformers) -> None:
     bits |= {f"texts/{name}": n / size for name, (n, size) in zip(("long", "short"), texts, strict=True)}
     assert last["task_bits_per_byte"] == pytest.approx(bits, rel=NEAR)
     assert "tasks     choices 4, last 2, texts 2: " in output and "scored every 2 iterations and after" in output
-    shown = f"texts bits per byte {bits['texts']:.4f}"
+    shown = f"texts bits per byte {bits['texts']:.4f} (2 items)"
     assert f"tasks after iteration 5: choices accuracy {share:.3f} ± " in output and shown in output
     page = (folder / "run" / "report.html").read_text()
     assert "Accuracy in tasks" in page and "Bits per byte of texts" in page and "texts/long, bits per byte" in page

@@ -13,7 +13,7 @@ from megazero.engine.options.architectures import ARCHITECTURES, LLAMA
 from megazero.engine.options.limits import MOST_LAYERS, MOST_MINUTES
 from megazero.flags.corpus_flags import is_number
 from megazero.flags.flag_names import flags
-from megazero.flags.foreign.flag import FALSE, ForeignFlag, Refused, layer_letters, read_number
+from megazero.flags.foreign.flag import FALSE, ForeignFlag, Refused, layer_letters, read_number, whole_number
 from megazero.flags.foreign.flag_table import Foreign, kebab
 
 
@@ -230,6 +230,18 @@ def recomputed_layers(flag: ForeignFlag) -> list[str]:
     return []
 
 
+def recomputed_modules(flag: ForeignFlag) -> list[str]:
+    """core_attn alone: --recompute selective, unless --recompute is given"""
+    if others := [module for module in flag.values if module != "core_attn"]:
+        raise Refused(
+            f"{', '.join(others)} cannot be chosen; --recompute selective recomputes core_attn, full whole layers; "
+            "give one, and drop this flag"
+        )
+    if not flag.values:
+        raise Refused("give it core_attn, or drop it")
+    return [] if "recompute" in flag.ours else ["--recompute", "selective"]
+
+
 # -- tokenizer
 
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
@@ -279,7 +291,30 @@ def accumulation(flag: ForeignFlag) -> list[str]:
     steps = flag.whole()
     if steps < 1:
         raise Refused("it must be at least 1")
-    return ["--global-batch-size", str(steps * flag.get_whole("micro-batch-size") * flag.data_parallel())]
+    ranks, file_batch = flag.data_parallel(), flag.word("file.train-batch-size")
+    if not file_batch:
+        return ["--global-batch-size", str(steps * flag.get_whole("micro-batch-size") * ranks)]
+    batch = whole_number(file_batch)
+    micro = max(1, batch // (steps * ranks))
+    if "micro-batch-size" in flag.ours:
+        micro = flag.get_whole("micro-batch-size")
+    if micro * steps * ranks != batch:
+        raise Refused(
+            f"train_batch_size {batch} is not --micro-batch-size {micro} x {steps} x {ranks} data-parallel ranks = "
+            f"{micro * steps * ranks}; change one, or drop it"
+        )
+    return ["--micro-batch-size", str(micro)]
+
+
+def scheduled_rate(flag: ForeignFlag) -> list[str]:
+    """--lr, which optimizer.params.lr may repeat but not contradict"""
+    optimizer = flag.word("file.optimizer.params.lr")
+    if optimizer and read_number(optimizer, "optimizer.params.lr ") != flag.number():
+        raise Refused(
+            f"optimizer.params.lr is {optimizer}, and DeepSpeed trains with the scheduler's rate; give both the same, "
+            "or drop one"
+        )
+    return ["--lr", flag.value]
 
 
 def minutes(flag: ForeignFlag) -> list[str]:
@@ -365,7 +400,8 @@ CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
     function.__name__: function
     for function in (
         *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
-        *(scale_power, betas, words_unless_given, architecture, virtual_stages, output, recomputed_layers),
+        *(scale_power, betas, scheduled_rate, words_unless_given, architecture, virtual_stages, output),
+        *(recomputed_layers, recomputed_modules),
         *(layer_pattern, linear_scaling, run_name, report, resume, accumulation),
         *(rename_with_experts, refused_with_experts, expert_layers, balance),
         *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),

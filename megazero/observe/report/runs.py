@@ -95,15 +95,24 @@ def read_run(folder: Path) -> Run:
     if not metrics.is_file():
         raise ValueError(f"{metrics} does not exist; give the --log-dir folder of a run")
     stride = -(-metrics.stat().st_size // MAX_BYTES) or 1
-    found, before = dict[int, Record](), Record()
+    found, before, evaluated = dict[int, Record](), Record(), False
     with metrics.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number % stride == 0 or any(key in line for key in ALWAYS_READ):
                 record = parse_record(line)
-                if isinstance(record.get("iteration"), int) and "loss" in record:  # else --eval-only wrote it
+                if not isinstance(record.get("iteration"), int):
+                    continue
+                if "loss" not in record:  # --eval-only wrote it
+                    evaluated = True
+                else:
                     found[record["iteration"]] = record
                     record |= {key: before[key] for key in SHARED if key in before and record.get(key) == before[key]}
                     before = record
+    if not found and evaluated:
+        raise ValueError(
+            f"{metrics} has evaluations alone (--eval-only), each a line of numbers, and a report shows iterations; "
+            "name the --log-dir of a run that trains"
+        )
     if not found:
         raise ValueError(f"{metrics} has no iteration yet; name the --log-dir of a run that trains")
     return Run(folder.resolve().name, tuple(found[i] for i in sorted(found)), tuple(read_events(folder)), stride)

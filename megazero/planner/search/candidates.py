@@ -85,8 +85,10 @@ class Candidate(NamedTuple):
 
 
 def as_given(config: Config) -> Config:
-    """Return `config` as if its layout had been given: a run then has no use for --device-type."""
-    return with_values(config, {"layout": "given"} | ({} if plans(config.plan) else {"device-type": ""}))
+    """Return `config` as if its layout had been given, to --plan or to a run, which has no use for --device-type."""
+    planned = plans(config.plan)
+    device = {} if planned else {"device-type": ""}
+    return with_values(config, {"layout": "given", "plan": planned, "plan-search": False, **device})
 
 
 def candidates(config: Config, world: int, device: Device, given: Given | None = None) -> Iterator[Candidate]:

@@ -1,4 +1,4 @@
-"""`--plan-search`: the fastest layouts of a model on a cluster.
+"""`--plan-search` and `--layout auto`: the fastest layouts of a model on a cluster, with the given flags.
 
 `ClosedTerms` ranks all layouts by formulas, which take the seconds of a block from its trace and ignore the order of
 events. The best of them are then simulated, and their memory is estimated, as by --plan.
@@ -297,7 +297,7 @@ class Search:
         """
         self.world, self.device, self.vocabulary = world or config.plan.world_size, device, vocabulary
         self.given, batch = given or {}, config.training.global_batch_size
-        flag = "--plan-search" if given is None else "--layout auto"
+        flag = "--plan-search" if config.plan.plan_search else "--layout auto"
         if not batch:
             raise ValueError(
                 f"{flag} needs --global-batch-size, because it compares layouts by the time of a step; add it"
@@ -312,8 +312,8 @@ class Search:
             resolve(config, self.world, vocabulary, declare)  # raises the error of a run
             flags = " ".join([flag, *(as_flag(name, value) for name, value in self.given.items())])
             raise ValueError(
-                f"{flags}: no layout of {self.world} allows these flags ({why}); drop some, or start another number "
-                "of ranks"
+                f"{flags}: no layout of {self.world} ranks allows these flags ({why}); drop some, or take another "
+                "number of ranks"
                 if given is not None
                 else f"--global-batch-size {batch} on --world-size {self.world}: no layout gives every data-parallel "
                 f"rank a sample; use {self.world}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from megazero.called_as import in_own_words
@@ -25,20 +26,35 @@ COLUMNS = (
 OF_PLANS = ("world-size", "device-type", "moe-plan-imbalance")  # flags with a value that runs refuse
 
 
-def run_search(config: Config, argv: list[str], console: Console) -> list[Plan]:
-    """Search, with a progress bar, and print the fastest plans. config: checked, parsed from `argv`."""
+def run_search(config: Config, argv: list[str], console: Console, given: Collection[str] = ()) -> list[Plan]:
+    """Search, with a progress bar, and print the fastest plans.
+
+    Args:
+        config: checked, parsed from `argv`.
+        given: names of flags without dashes; layouts keep those of LAYOUT_FLAGS.
+    """
     from rich.progress import Progress
 
     device = load_device(config.plan.device_type).multiplying(config.training)
-    search = Search(config, device, vocabulary(config))
+    fixed = {name: value_of(config, name) for name in LAYOUT_FLAGS if name in given}
+    search = Search(config=config, device=device, vocabulary=vocabulary(config), given=fixed or None)
     with Progress(console=console, transient=True) as progress:
         simulated = search.run(lambda steps, name: progress.track(steps, description=name))
     layouts, cluster = f"{len(search.found):,} layouts", f"{search.world} x {device.name}"
+    fewer = ""
+    if fixed:
+        layouts += f" with {' '.join(as_flag(name, value) for name, value in fixed.items())}"
+        fewer = "drop some of these flags, "
     if not simulated:
-        console.print(f"none of {layouts} fits on {cluster}; use more devices, --checkpoint-in-cpu, or a smaller model")
+        console.print(
+            f"none of {layouts} fits on {cluster}; {fewer}use more devices, --checkpoint-in-cpu, or a smaller model",
+            highlight=False,
+        )
         return []
     plans = simulated[:SHOWN]
-    console.print(f"{layouts} on {cluster}, {len(simulated)} of them simulated; the {len(plans)} fastest:")
+    console.print(
+        f"{layouts} on {cluster}, {len(simulated)} of them simulated; the {len(plans)} fastest:", highlight=False
+    )
     columns, rows = COLUMNS.split(", "), [_row(plan) for plan in plans]
     if config.model.num_experts:
         at = columns.index("virtual")

@@ -27,6 +27,17 @@ def test_help_lists_the_commands_from_any_folder_without_torch(tmp_path: Path) -
     assert listed == list(COMMANDS) and {*SUBCOMMANDS.values(), "plan"} == {*COMMANDS}
 
 
+@for_each("words", ["train --help", "train --help-all", "plan --help", "report --help", "program --help"])
+def test_help_ends_quietly_if_its_reader_has_ended(words: str) -> None:
+    """As with `| head`: the exit code is that of a process that SIGPIPE ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "megazero", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @for_each(
     ("word", "hint"),
     [("trian", "did you mean `megazero train`?"), ("zzz", "`megazero --help` lists the commands"), ("--lr", "--help")],

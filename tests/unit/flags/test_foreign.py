@@ -72,6 +72,9 @@ SAME = [
     ("--group-query-attention --architecture llama", "--architecture llama --num-query-groups 1"),
     ("--group-query-attention --num-query-groups 4 --architecture llama", "--architecture llama --num-query-groups 4"),
     ("--recompute-activations", "--recompute selective"),
+    ("--recompute-modules core_attn", "--recompute selective"),
+    ("--recompute-modules core_attn --recompute-granularity selective", "--recompute selective"),
+    ("--recompute-modules core_attn --recompute-granularity full", "--recompute full"),
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "--recompute full"),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 12", "--recompute full"),
     ("--checkpoint-activations --distribute-saved-activations", "--recompute full --partition-activations"),
@@ -246,7 +249,9 @@ REFUSED = [
     ("--do_eval --max_steps 70", "--eval-only --load DIR evaluates a checkpoint alone, --eval-interval 70 the"),
     ("--do_train --do_eval --eval_strategy steps --max_steps 70", "--eval-interval N, such as 7"),
     ("--validation_split_percentage 100", "100 is not a percentage"),
-    ("--num_train_epochs 3", "--train-iters: epochs x tokens"),
+    ("--num_train_epochs 3", "--num_train_epochs 3: give --train-tokens N, epochs x tokens of --data-path, which"),
+    ("--recompute-modules core_attn mlp", "--recompute-modules core_attn mlp: mlp cannot be chosen; --recompute selec"),
+    ("--recompute-modules", "--recompute-modules: give it core_attn, or drop it"),
     ("--report_to wandb", "needs --wandb-project"),
     ("--deepspeed_config missing.json", "missing.json cannot be read"),
     ("--deepspeed a\0b", "--deepspeed 'a\\x00b': contains a null character; remove it"),
@@ -375,6 +380,45 @@ def test_a_deepspeed_file_is_flags(tmp_path: Path) -> None:
     assert parse("--cpu-optimizer --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d".split()) == ours
 
 
+def test_the_rate_of_a_deepspeed_scheduler_is_the_learning_rate(tmp_path: Path) -> None:
+    """It was dropped. Warm-up begins at 0 and is linear; a file may write that."""
+    path = tmp_path / "ds.json"
+    scheduler = {"warmup_max_lr": 3e-4, "warmup_min_lr": 0, "warmup_type": "linear", "warmup_num_steps": 10}
+    values = {"scheduler": {"type": "WarmupLR", "params": scheduler}}
+    ours = parse("--lr 3e-4 --lr-warmup-iters 10".split())
+    for optimizer in ({}, {"optimizer": {"params": {"lr": 0.0003}}}, {"optimizer": {"params": {"lr": "auto"}}}):
+        path.write_text(json.dumps(optimizer | values))
+        assert parse(["--deepspeed", str(path)]) == ours
+    assert parse(["--lr", "5", "--deepspeed", str(path)]).optimizer.lr == 5
+
+
+def test_the_batch_sizes_of_a_deepspeed_file_are_those_of_its_product(tmp_path: Path) -> None:
+    """One of the three may be missing; flags of the command line count."""
+    path = tmp_path / "ds.json"
+    batch, micro, steps = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+    def sizes(values: dict[str, object], line: str = "", ranks: int = 2) -> tuple[int, int]:
+        path.write_text(json.dumps(values))
+        training = read([*line.split(), "--deepspeed", str(path)], lambda: ranks).config.training
+        return training.global_batch_size, training.micro_batch_size
+
+    assert sizes({batch: 16, micro: 2, steps: 4}) == (16, 2)
+    assert sizes({steps: 4, batch: 16}) == (16, 2)
+    assert sizes({micro: 2, steps: 4}) == (16, 2)
+    assert sizes({batch: 16, micro: 2}) == (16, 2)
+    assert sizes({batch: 16, micro: "auto", steps: "auto"}, "--gradient_accumulation_steps 2") == (16, 4)
+    for values, line, said in (
+        ({batch: 64, micro: 2, steps: 4}, "", "gradient_accumulation_steps 4: train_batch_size 64 is not "
+         "--micro-batch-size 2 x 4 x 2 data-parallel ranks = 16; change one, or drop it"),
+        ({batch: 16, micro: 2, steps: 4}, "--tp 2", "--micro-batch-size 2 x 4 x 1 data-parallel ranks = 8;"),
+        ({batch: 16, micro: 2, steps: 4}, "--micro-batch-size 3", "--micro-batch-size 3 x 4 x 2 data-parallel"),
+        ({batch: 20, steps: 4}, "", "train_batch_size 20 is not --micro-batch-size 2 x 4 x 2"),
+        ({batch: 4, steps: 4}, "", "train_batch_size 4 is not --micro-batch-size 1 x 4 x 2"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(said)):
+            sizes(values, line)
+
+
 # Values that hardly any flag or key takes.
 ABSURD = ("Infinity", "-Infinity", "NaN", "null", "[]", "[[0.9], 1]", "{}", '{"x": 1}', "1e400", "[" * 900 + "]" * 900)
 PERHAPS = ("true", '"x"', "1000000000", "-1", "0.5", "0")
@@ -420,6 +464,11 @@ def test_a_deepspeed_file_with_absurd_values_is_refused_by_its_keys(tmp_path: Pa
     [
         ('{"fp16": {"initial_scale_power": 1e9}}', "fp16.initial_scale_power 1000000000: it must be 0 to 48"),
         ('{"optimizer": {"params": {"betas": [0.9]}}}', "optimizer.params.betas [0.9]: it must be two numbers"),
+        ('{"optimizer": {"params": {"lr": 2e-4}}, "scheduler": {"params": {"warmup_max_lr": 3e-4}}}',
+         "scheduler.params.warmup_max_lr 0.0003: optimizer.params.lr is 0.0002, and DeepSpeed trains with the "
+         "scheduler's rate; give both the same, or drop one"),
+        ('{"scheduler": {"params": {"warmup_min_lr": 1e-6}}}', "warmup_min_lr 1e-06: only 0 is possible here"),
+        ('{"scheduler": {"params": {"warmup_type": "log"}}}', "warmup_type log: only linear is possible here"),
         ('{"gradient_accumulation_steps": 0}', "gradient_accumulation_steps 0: it must be at least 1"),
         ('{"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": "x"}',
          "train_micro_batch_size_per_gpu x: --micro-batch-size takes a whole number"),

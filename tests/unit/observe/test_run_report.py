@@ -575,6 +575,16 @@ def test_bad_arguments_are_a_sentence(tmp_path: Path) -> None:
         assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+def test_a_folder_of_evaluations_alone_is_named(tmp_path: Path) -> None:
+    """--eval-only writes no iteration, so there is nothing to compare."""
+    trained = write_run(tmp_path / "a", [{"iteration": 1, "loss": 2.0}])
+    write_run(tmp_path / "b", [{"iteration": 9, "validation_loss": 2.5, "perplexity": 12.2}])
+    with pytest.raises(
+        ValueError, match=r"b/metrics.jsonl has evaluations alone \(--eval-only\), .*; name the --log-dir"
+    ):
+        comparison([trained, tmp_path / "b"])
+
+
 @pytest.mark.second
 def test_the_report_needs_no_heavy_library() -> None:
     code = (

@@ -138,7 +138,7 @@ def test_flags_that_need_a_layout_are_accepted_before_it_is_chosen() -> None:
 
 REFUSED = {
     "--tensor-model-parallel-size 2": (3, "--tensor-model-parallel-size 2 .* does not divide the 3 ranks"),
-    "--partition-activations": (3, "--partition-activations: no layout of 3 allows these flags .*; drop some"),
+    "--partition-activations": (3, "--partition-activations: no layout of 3 ranks allows these flags .*; drop some"),
     "--pipeline-schedule other": (2, "--pipeline-schedule other: there are gpipe"),
     "--global-batch-size 0": (1, "--layout auto needs --global-batch-size, .*; add it"),
     "--zero-gather-every step --zero-stage 2": (2, "every step needs --zero-stage 3 or higher.*; drop some"),

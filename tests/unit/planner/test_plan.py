@@ -11,18 +11,20 @@ import pytest
 from rich.console import Console
 
 import pretrain_gpt
+from megazero.command.predict import predict
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import Fetch, Forward, Gather, Start, Update, Wait
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import rank_spec
-from megazero.flags.cli import parse
+from megazero.flags.cli import parse, read
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import Few, estimate, stage_bytes
 from megazero.planner.imbalance import update_imbalance
 from megazero.planner.plan_report import summary
 from megazero.planner.run_plan import Plan, advice, make_plan, plan_config
+from megazero.planner.search import search
 from megazero.planner.search.candidates import candidates
 from megazero.planner.search.search import Search
 from megazero.planner.search.search_report import run_search, search_command
@@ -506,6 +508,37 @@ def test_a_search_leaves_out_what_does_not_fit(tmp_path: Path) -> None:
         assert bool(plans) == fits and all(plan.free >= 0 for plan in plans), usable
         assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
     assert "none of" in (tmp_path / "out").read_text()
+
+
+def test_a_search_keeps_the_flags_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its head line names them, and its commands have each flag once. A preset's are not kept."""
+    monkeypatch.setattr(search, "SIMULATED", 1)
+    preset = tmp_path / "mine.toml"
+    preset.write_text("micro-batch-size = 2\n")
+    given = "--pipeline-model-parallel-size 2 --pipeline-schedule gpipe --zero-stage 0"
+    line = (
+        f"--preset {preset} {SEARCH} --global-batch-size 4 {given} --plan-search --device-type a100-80gb --world-size"
+    )
+    predict(read([*line.split(), "2"]))
+    printed = capsys.readouterr().out
+    assert f" layouts with {given} on 2 x a100-80gb, 1 of them simulated" in printed
+    (command,) = [each for each in printed.splitlines() if "--nproc 2" in each]
+    words = command.split("--nproc 2 ")[1].split()
+    assert all(words.count(word) == 1 for word in given.split() if word.startswith("--"))
+    config = parse(words)
+    assert (config.parallel.pipeline_model_parallel_size, config.parallel.pipeline_schedule) == (2, "gpipe")
+    assert config.zero.zero_stage == 0 and config.training.micro_batch_size != 2
+    with pytest.raises(ValueError, match="--plan-search --sequence-parallel: no layout of 3 ranks allows these flags"):
+        predict(read([*line.replace(given, "--sequence-parallel").split(), "3"]))
+    small = tmp_path / "small.toml"
+    text = (Path(pretrain_gpt.__file__).parent / "scripts/devices/a100-80gb.toml").read_text()
+    small.write_text(
+        text.replace("value = 8.50e10", f"value = {load_device('a100-80gb').reserved_bytes(Layout(dp=2))}")
+    )
+    predict(read([*line.replace("a100-80gb", str(small)).split(), "2"]))
+    assert "--zero-stage 0 fits on 2 x small; drop some of these flags, use more" in capsys.readouterr().out
 
 
 @for_each(

@@ -11,6 +11,7 @@ import pytest
 from megazero.data.task_files import ChoiceItem, ClozeItem, TaskItems, TextItem
 from megazero.data.task_requests import Pair, TaskRequests
 from megazero.flags.config import Config, EvaluationConfig, ModelConfig, TrainingConfig
+from megazero.observe.shown_tasks import task_scores
 from megazero.run.task_scores import TaskScores, keeps_apart, task_interval
 from tests.helpers.table import for_each
 
@@ -62,6 +63,12 @@ def test_scores() -> None:
     found = TaskScores(requests, nats, [0, 0, 0, 0, 0, 0, 2, 1, 0, 0])
     assert [result.greedy for result in found.results()][2:] == [[True], [False], [False], [True]]
     scores = found.metrics()
+    assert scores["task_items"] == {"a": 2, "b": 2, "c": 2, "c/d": 1}
+    shown = [str(score) for score in task_scores(scores)]
+    assert shown[:2] == ["a accuracy 1.000 ± 0.000 (2 items)", "a accuracy by byte 1.000 ± 0.000 (2 items)"]
+    assert shown[-1] == "c/d bits per byte 2.8854 (1 item)"
+    del scores["task_items"]
+    assert str(task_scores(scores)[0]) == "a accuracy 1.000 ± 0.000"
     assert scores["task_acc"] == {"a": 1.0, "b": 0.5} and scores["task_acc_norm"] == {"a": 1.0}
     assert scores["task_acc_stderr"] == {"a": 0.0, "b": 0.5} and scores["task_acc_norm_stderr"] == {"a": 0.0}
     assert scores["task_perplexity"] == {"b": pytest.approx(math.exp(1.5))}
