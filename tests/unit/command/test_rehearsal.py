@@ -91,6 +91,21 @@ def test_what_cannot_be_rehearsed_is_refused() -> None:
             run_rehearsal(asked, world, 0)
 
 
+def test_a_rehearsal_refuses_what_its_device_does() -> None:
+    """On a GPU gradients have the type of the matrix products, or fp32; on a CPU there are no Triton kernels."""
+    for device, flags, message in (
+        (
+            "gpu",
+            "--precision fp32 --grad-dtype bf16",
+            "--grad-dtype bf16 with --precision fp32: a GPU's matrix products",
+        ),
+        ("cpu", "--fused-kernels triton", "--fused-kernels triton needs a GPU"),
+    ):
+        words = f"--num-layers 1 --vocab-size 101 --rehearse 2 --rehearse-on {device} {flags}"
+        with pytest.raises(ValueError, match=message):
+            run_rehearsal(parse(words.split()), SINGLE, 0)
+
+
 @pytest.mark.long
 def test_all_tensors_are_counted_for_as_long_as_their_memory_lives() -> None:
     """Views share it; autograd keeps it; another device's is counted apart."""

@@ -21,7 +21,7 @@ from megazero.flags.cli import parse
 from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
 from megazero.host import Available, Machine, host_memory
-from megazero.planner.bytes.capacity import check_memory, checkpoint_bytes, estimated, least
+from megazero.planner.bytes.capacity import check_memory, checkpoint_bytes, estimated, largest_preset, least
 from megazero.world import tasks_of_node
 from tests.helpers.table import for_each
 from tests.unit.engine.options.test_limits import limited_work
@@ -255,6 +255,28 @@ def test_the_preset_that_is_named_fits(preset: str, gigabytes: int) -> None:
     named = re.search(r", or (--preset \S+ --micro-batch-size 1 --recompute full)", str(refusal.value))
     assert named
     check_memory(*resolve(parse(named[1].split()), 1, 0, declare), 0, here)
+
+
+@pytest.mark.long
+def test_a_preset_is_named_if_four_micro_batches_fit() -> None:
+    """The account of a whole step decides: one micro-batch, whose gradients are not added to others, takes less."""
+
+    def peak(micro_batches: int) -> int:
+        words = f"--preset gpt2-124m --micro-batch-size 1 --recompute full --global-batch-size {micro_batches}"
+        return estimated(*resolve(parse(words.split()), 1, 0, declare), 0, "cpu").total
+
+    def named(num_bytes: int) -> str:
+        def fits(config: Config, layout: Layout) -> bool:
+            if least(config, layout, 0).total > num_bytes:
+                return False
+            return estimated(config, layout, 0, "cpu").total <= num_bytes
+
+        return largest_preset(parse(["--preset", "gpt2-345m"]), fits)
+
+    one, four = peak(1), peak(4)
+    assert one < four
+    assert named(four) == "--preset gpt2-124m --micro-batch-size 1 --recompute full"
+    assert named(four - 1) == named(one) == ""
 
 
 @pytest.mark.second
