@@ -17,9 +17,9 @@ from megazero.engine.model.layers.context import DTYPES, Context, MicroBatchInfo
 from megazero.engine.model.layers.weight import Weight
 from megazero.engine.model.stage import Stage, declare
 from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.schema import LEAST_CHUNK
 from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.step.expert_loads import Routers
-from megazero.engine.options.schema import LEAST_CHUNK
 from megazero.generation.generate import NewTokens
 from megazero.generation.kv_cache import KVCache
 from megazero.generation.target_scores import target_scores

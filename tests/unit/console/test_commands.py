@@ -29,7 +29,7 @@ def test_help_lists_the_commands_from_any_folder_without_torch(tmp_path: Path) -
 
 @for_each("words", ["train --help", "train --help-all", "plan --help", "report --help", "program --help"])
 def test_help_ends_quietly_if_its_reader_has_ended(words: str) -> None:
-    """As with `| head`: the exit code is that of a process that SIGPIPE ends."""
+    """`| head` ends so. The exit code is that of a process that SIGPIPE ends."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "megazero", *words.split()]

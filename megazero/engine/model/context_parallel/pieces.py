@@ -197,7 +197,10 @@ class CpuKernel:
 
 
 class FlashKernel:
-    """As `CpuKernel`: FlashAttention, which knows windows. The last of fewer causal queries than keys sees all keys."""
+    """FlashAttention, with the methods of `CpuKernel`.
+
+    It knows windows. The last of fewer causal queries than keys sees all keys.
+    """
 
     joined = True
 

@@ -93,7 +93,7 @@ class LatentAttention(Attention):
         exchange = None
         if self.gathers and tokens.dealt is not None:
             exchange = GatheredTokens(self.context.cp, tokens.dealt)
-        columns = LatentColumns(self, down, query, exchange, tokens)
+        columns = LatentColumns(attention=self, down=down, query=query, exchange=exchange, tokens=tokens)
         if tokens.cache is None:
             handle = handle_of(norm, *down.layers, query.norm, *query.layers, self.kv_norm, self.kv_up)
             q, k, v, x = _LatentColumns.apply(x, columns, handle)
