@@ -1,10 +1,8 @@
 """The nodes of a run, in a ring, and messages between ranks of two nodes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -29,12 +27,12 @@ class Nodes(NamedTuple):
     place: int
 
     @classmethod
-    def meet(cls, group: Group) -> Nodes:
+    def meet(cls, group: Group) -> Self:
         """Learn the nodes of all ranks; all ranks call it together."""
         return cls.of(gather_all(this_node(), group, Node), rank_of(group))
 
     @classmethod
-    def of(cls, nodes: Sequence[Node], rank: int) -> Nodes:
+    def of(cls, nodes: Sequence[Node], rank: int) -> Self:
         """Return the nodes by the node of each rank. Of several on one machine, the launcher gives the order."""
         ranks: dict[Node, list[int]] = {}
         for each, node in enumerate(nodes):

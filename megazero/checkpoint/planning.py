@@ -7,14 +7,12 @@ pipeline stage have the same table, so rank 0 parses few. It proves coverage onc
 chunks of 10^12 parameters on 1,024 ranks are a few dozen kinds.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -43,7 +41,7 @@ class RankPlan(NamedTuple):
     holdings: list[Holding]
 
     @classmethod
-    def of(cls, shards: Mapping[str, LocalShard]) -> RankPlan:
+    def of(cls, shards: Mapping[str, LocalShard]) -> Self:
         """Plan to write everything that a rank holds."""
         chunks_of: dict[tuple[object, ...], Chunks] = {}
         by_chunks: dict[Chunks, list[int]] = {}

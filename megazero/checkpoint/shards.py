@@ -1,9 +1,8 @@
 """Shards: a rank's part of a globally named tensor."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
+from typing import Self
 
 import torch
 
@@ -36,7 +35,7 @@ class LocalShard:
         assert self.data.shape == (self.stop - self.start,) and self.data.is_contiguous(), self.geometry
 
     @classmethod
-    def of(cls, spec: ParamSpec, block: LocalBlock, owned: Range, data: torch.Tensor) -> LocalShard:
+    def of(cls, spec: ParamSpec, block: LocalBlock, owned: Range, data: torch.Tensor) -> Self:
         """Return the shard of a parameter that is `owned`, a flat range of the rank's block."""
         return cls(spec.shape, block.offset, block.shape, start=owned.start, stop=owned.stop, data=data)
 

@@ -3,12 +3,10 @@
 Results cross the network as JSON, and become the types that the receiver expects.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -38,7 +36,7 @@ class Failure(NamedTuple):
     text: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> Self:
         kind = next((name for name, kind in KINDS.items() if isinstance(error, kind)), RuntimeError.__name__)
         return cls(kind, type(error).__name__, explain(error) if isinstance(error, OSError) else str(error))
 

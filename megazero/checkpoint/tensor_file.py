@@ -9,14 +9,12 @@ thread flushes the tensors written so far while the next ones are written. The w
 isal, at about 10 GB/s, because zlib's 1 to 2 GB/s are slower than the disk (docs/results/benchmarks.md).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -62,7 +60,7 @@ class TensorFile:
         self._file = OutputFile(path)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
-    def __enter__(self) -> TensorFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Ranks of this machine that a program starts itself: processes that join one group and call functions for it."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import multiprocessing
@@ -14,7 +12,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -55,7 +53,7 @@ class LocalRanks:
             self._processes.append(process)
             self._connections.append(ours)
 
-    def __enter__(self) -> LocalRanks:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

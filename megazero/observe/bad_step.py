@@ -1,10 +1,8 @@
 """Name the first gradient and the first result of a step that are not finite; the step is computed again for these."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -29,7 +27,7 @@ class LayerResult(NamedTuple):
     micro_batch: int
 
     @classmethod
-    def of(cls, op: Forward | Backward, layers: Layers) -> LayerResult:
+    def of(cls, op: Forward | Backward, layers: Layers) -> Self:
         backward, names = isinstance(op, Backward), list(layers.kinds)
         return cls(backward, (names[::-1] if backward else names).index(op.layer), op.micro_batch)
 

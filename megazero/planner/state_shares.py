@@ -1,10 +1,8 @@
 """States of a model by their sharding, bytes of a checkpoint, and bytes that updates move, in integers. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from megazero.engine.plan.layout.parameters import ParamSpec
 from megazero.engine.plan.layout.topology import Layout
@@ -69,17 +67,17 @@ class States(NamedTuple):
     nvme: Share
 
     @classmethod
-    def of(cls, config: Config, layout: Layout) -> States:
+    def of(cls, config: Config, layout: Layout) -> Self:
         """Return the states of the dense units."""
         return cls.by_group(config, layout)[DENSE]
 
     @classmethod
-    def by_group(cls, config: Config, layout: Layout) -> dict[str, States]:
+    def by_group(cls, config: Config, layout: Layout) -> dict[str, Self]:
         """Return the states of the units of each sharding group."""
         return {name: cls.of_group(config, group) for name, group in sharding_groups(config, layout).items()}
 
     @classmethod
-    def of_group(cls, config: Config, group: ShardingGroup) -> States:
+    def of_group(cls, config: Config, group: ShardingGroup) -> Self:
         """Return the states of a group's units; of the optimizer's rules, take the one that keeps least."""
         rates, policy = least_rates(config), group.policy
         gradients, offloaded = rates.gradients if config.trains else 0, offload_fraction(config)

@@ -1,12 +1,10 @@
 """`Progress` of a run, and `RunState`: the contents of a checkpoint's state.json."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, Self, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -83,7 +81,7 @@ class RunState:
         return asdict(self) | {"fingerprints": list(self.fingerprints)}
 
     @classmethod
-    def read(cls, path: Path, group: Any = None) -> RunState:
+    def read(cls, path: Path, group: Any = None) -> Self:
         """Read the state in checkpoint folder `path`; all ranks of `group` call it, and rank 0 reads.
 
         Raises:
@@ -92,12 +90,12 @@ class RunState:
         return cls.of(path, checkpoint.read_state(path, group))
 
     @classmethod
-    def read_alone(cls, path: Path) -> RunState:
+    def read_alone(cls, path: Path) -> Self:
         """Read as `read`, in this process alone."""
         return cls.of(path, read_state_file(path))
 
     @classmethod
-    def of(cls, path: Path, content: dict[str, Any]) -> RunState:
+    def of(cls, path: Path, content: dict[str, Any]) -> Self:
         """Return the state in parsed JSON of the checkpoint `path`; Damaged as `read`."""
         try:
             return cls.parse(content)
@@ -105,7 +103,7 @@ class RunState:
             raise Damaged(f"--load {path}: state.json is damaged: {error}; load another checkpoint") from None
 
     @classmethod
-    def parse(cls, content: dict[str, Any]) -> RunState:
+    def parse(cls, content: dict[str, Any]) -> Self:
         """Return the state in parsed JSON; ValueError names the field that is missing or of another type."""
         try:
             return msgspec.convert({"loss_scale": None} | content, cls)

@@ -8,8 +8,6 @@ Note [Exit codes]
 130 a second SIGINT: stopped at once, without saving.
 """
 
-from __future__ import annotations
-
 import enum
 import os
 import signal
@@ -18,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 from megazero.cluster import agent_notes
 from megazero.flags.config import CheckpointConfig, Config
@@ -91,7 +90,7 @@ class Signals:
         self.noted: signal.Signals | None = None
         self.promise, self.again = STARTING, again
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> Self:
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)

@@ -1,11 +1,9 @@
 """Compare two trainings of one model, quantity by quantity, and find the first thing that differs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -51,7 +49,7 @@ class Whole(NamedTuple):
     unequal: str
 
     @classmethod
-    def of(cls, ranks: Sequence[Trained]) -> Whole:
+    def of(cls, ranks: Sequence[Trained]) -> Self:
         steps, layers = ranks[0].steps, []
         for number, _ in enumerate(steps):
             sums: dict[tuple[str, bool], Sums] = {}

@@ -21,11 +21,9 @@ Below fp64, one update makes weights differ by up to 2 lr where gradients are ro
 more than rounding, so only the first step's are compared, and later losses to first order: sum of |g| x difference.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -64,7 +62,7 @@ class Tolerance(NamedTuple):
     exact: bool
 
     @classmethod
-    def of(cls, config: Config, on_gpu: bool) -> Tolerance:
+    def of(cls, config: Config, on_gpu: bool) -> Self:
         """Return the tolerances of a resolved configuration."""
         precision, number = config.training.precision, terms(config)
         roundoff = ROUNDOFF["tf32" if on_gpu and precision == "fp32" and config.training.tf32 else precision]

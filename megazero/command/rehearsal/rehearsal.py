@@ -6,15 +6,13 @@ by stand-ins with shapes and types but no data; the axes of the mesh, by ones th
 hundreds fits one process, and its counts are an independent check of `planner.bytes.estimate`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -57,7 +55,7 @@ class RehearsalDevice:
     real: bool
 
     @classmethod
-    def of(cls, name: str) -> RehearsalDevice:
+    def of(cls, name: str) -> Self:
         """Return the device of --rehearse-on: gpu, cpu or here."""
         if name != "here":
             return cls(torch.device("cpu" if name == "cpu" else "meta"), real=False)

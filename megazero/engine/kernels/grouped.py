@@ -7,13 +7,11 @@ of its own, for which the host must know the groups' sizes. On a CPU torch's ker
 Shapes: R rows, E groups.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +33,12 @@ class RowGroups(NamedTuple):
     sizes: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, counts: torch.Tensor, sizes: tuple[int, ...] | None) -> RowGroups:
+    def of(cls, counts: torch.Tensor, sizes: tuple[int, ...] | None) -> Self:
         """counts [E] int64: rows of each group; sizes: the same on the host, or None."""
         return cls(counts.cumsum(0).to(torch.int32), sizes)
 
     @classmethod
-    def one(cls, x: torch.Tensor) -> RowGroups:
+    def one(cls, x: torch.Tensor) -> Self:
         """All rows of x [R, c] are one group."""
         return cls(torch.full((1,), len(x), dtype=torch.int32, device=x.device), (len(x),))
 

@@ -1,12 +1,10 @@
 """Copies between a device and host memory, which overlap with computation."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -70,7 +68,7 @@ class NoStream:
     def wait_event(self, event: None) -> None:
         pass
 
-    def wait_stream(self, stream: NoStream) -> None:
+    def wait_stream(self, stream: Self) -> None:
         pass
 
     def record_event(self) -> None:

@@ -1,12 +1,11 @@
 """`Mesh`: the axes of this rank."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -63,7 +62,7 @@ class Mesh:
         timeout_minutes: float = 10.0,
         check_buffers: bool = True,
         hosts: Sequence[str] = (),
-    ) -> Mesh:
+    ) -> Self:
         """Make every axis' groups; all ranks call this, after `start`.
 
         Args:

@@ -3,11 +3,9 @@
 Shapes: b micro-batch, s sequence, N documents.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -29,7 +27,7 @@ class Documents:
     spans: tuple[DocumentSpan, ...]  # the same as Python numbers, in the order of the tokens
 
     @classmethod
-    def of(cls, starts: torch.Tensor) -> Documents:
+    def of(cls, starts: torch.Tensor) -> Self:
         """Return the documents of `starts` [b, s] int64. Its tensors, and those of the result, are on the CPU."""
         length, found = starts.shape[1], []
         firsts = (starts == torch.arange(length)).nonzero().tolist()

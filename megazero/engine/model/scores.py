@@ -3,9 +3,7 @@
 Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -22,7 +20,7 @@ class Scores(NamedTuple):
     scale: float = 0.0  # 0: 1 / sqrt(d)
 
     @classmethod
-    def of(cls, model: ModelConfig, number: int) -> Scores:
+    def of(cls, model: ModelConfig, number: int) -> Self:
         """Return the options of layer `number`. A window of all of a sample is none."""
         local = model.attention_kind(number) == "L" and model.window_size < model.seq_length
         scale = model.attention_scale

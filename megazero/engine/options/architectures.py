@@ -1,10 +1,8 @@
 """Architectures: each is a row of traits, from which `model.block` builds its layers. To add one: docs/extending.md."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 NormName = Literal["layernorm", "rmsnorm", "rmsnorm-1p"]
 ActivationName = Literal["gelu", "gelu-tanh", "relu", "squared-relu", "swiglu", "geglu-tanh", "swiglu-clamped"]
@@ -52,7 +50,7 @@ class ArchitectureTraits(NamedTuple):
     defaults: Mapping[str, Any] = MappingProxyType({})
 
     @property
-    def structure(self) -> ArchitectureTraits:
+    def structure(self) -> Self:
         """The traits without flags: two architectures with the same are the same model for the same flags."""
         return self._replace(options=(), defaults={})
 

@@ -3,11 +3,9 @@
 Memory, traffic, time, checkpoints and ZeRO read them here.
 """
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}  # of a number, by --precision or --grad-dtype
 BLOCK = 32  # neighbours in a row of a weight, whose int8 states share an exponent
@@ -71,7 +69,7 @@ class UpdateRule(NamedTuple):
         """The states, and last the running average if there is one."""
         return (*self.states, AVERAGE) if self.averages else self.states
 
-    def small(self, precision: str) -> UpdateRule:
+    def small(self, precision: str) -> Self:
         """Return the rule with states of this precision."""
         return self._replace(states=tuple(state._replace(precision=precision) for state in self.states))
 
@@ -143,7 +141,7 @@ class Optimizer(NamedTuple):
         """Each state once, of weights that are not in whole blocks."""
         return tuple(dict.fromkeys(state for rule in (self.matrices, self.others) for state in rule.states))
 
-    def averaged(self, interval: int) -> Optimizer:
+    def averaged(self, interval: int) -> Self:
         """Return these rules with a running average that changes in every `interval`-th update; 0: without."""
         matrices, others = (rule._replace(averages=interval) for rule in (self.matrices, self.others))
         return self._replace(matrices=matrices, others=others)

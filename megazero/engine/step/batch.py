@@ -3,12 +3,10 @@
 Shapes: b micro-batch, s sequence, M micro-batches of a step.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +73,7 @@ class Dealer(NamedTuple):
     windows: tuple[int, ...]  # windows of the layers; 0: none
 
     @classmethod
-    def of(cls, config: StepConfig, layout: Layout, rank: int) -> Dealer:
+    def of(cls, config: StepConfig, layout: Layout, rank: int) -> Self:
         return cls(layout.cp, rank, dealt_multiple(config), Scores.windows(config.model))
 
     def deal(self, length: int, samples: tuple[tuple[int, ...], ...]) -> tuple[DealtTokens, tuple[int, ...]]:

@@ -3,11 +3,9 @@
 Shapes: L layers with experts of the model, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -55,7 +53,7 @@ class Routers:
     biases: torch.Tensor | None
 
     @classmethod
-    def of(cls, model: ModelConfig, stage: Stage, device: torch.device) -> Routers:
+    def of(cls, model: ModelConfig, stage: Stage, device: torch.device) -> Self:
         places = {number: place for place, number in enumerate(model.expert_layers)}
         held = {places[part.number]: part for part in stage.modules() if isinstance(part, Router)}
         if not model.moe_router_enable_expert_bias:

@@ -1,10 +1,9 @@
 """The learning rate, the clip factor, the loss scale: plain functions and values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 from megazero.engine.options.schema import OptimizerConfig, TrainingConfig
 
@@ -61,7 +60,7 @@ class LossScale:
     good: int = 0  # iterations since the last overflow or doubling
 
     @classmethod
-    def of(cls, config: TrainingConfig) -> LossScale | None:
+    def of(cls, config: TrainingConfig) -> Self | None:
         """Return the loss scale of fp16; None for other precisions, whose range is at least fp32's."""
         if config.precision != "fp16":
             return None
@@ -78,7 +77,7 @@ class LossScale:
         """The scale cannot be lowered at the next overflow."""
         return self.value <= self.least and self.left <= 1
 
-    def after(self, overflow: bool) -> LossScale:
+    def after(self, overflow: bool) -> Self:
         """Return the loss scale of the next iteration."""
         if overflow:
             left = max(0, self.left - 1)

@@ -4,14 +4,12 @@ scripts/devices has a file per device; scripts/measure_device.py writes one for 
 constant has a source, and a range if it is uncertain. Pure.
 """
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from msgspec import Meta, Struct, defstruct
 from msgspec.structs import asdict
@@ -136,7 +134,7 @@ class Device:
     def get(self, name: str, default: float) -> float:
         return self[name] if name in self.constants else default
 
-    def at_end(self, fast: bool) -> Device:
+    def at_end(self, fast: bool) -> Self:
         """Return the device with every constant at the fast, or at the slow, end of its range."""
         moved = {}
         for name, c in self.constants.items():
@@ -146,7 +144,7 @@ class Device:
             moved[name] = c
         return replace(self, constants=moved)
 
-    def multiplying(self, training: TrainingConfig) -> Device:
+    def multiplying(self, training: TrainingConfig) -> Self:
         """Return the device with TF32's rate for fp32 products, if --tf32 is on and the device has it."""
         if not training.tf32 or "compute.tf32" not in self.constants:
             return self

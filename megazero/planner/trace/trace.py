@@ -7,8 +7,6 @@ A small layer of a CPU runs on real tensors instead, because torch's fake tensor
 A trace does not show scratch memory inside a kernel, nor anything that depends on values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -16,7 +14,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -164,7 +162,7 @@ class Kind(NamedTuple):
         specs: dict[str, list[ParamSpec]],
         device_type: str,
         cp_rank: int = 0,
-    ) -> Kind:
+    ) -> Self:
         frozen = (
             s.name.replace(layer.name, layer.kind, 1) for unit in layer.units for s in specs[unit] if not s.trains
         )

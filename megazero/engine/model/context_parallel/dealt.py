@@ -3,10 +3,8 @@
 Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank, t_max most of any rank, c ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -25,7 +23,7 @@ class DealtTokens(NamedTuple):
     rows: torch.Tensor  # of all tokens in a buffer of the ranks' tokens, [c, b, t_max]: [b * s] int64 on the device
 
     @classmethod
-    def of(cls, ranges: Sequence[Sequence[Sequence[range]]], rank: int, length: int) -> DealtTokens:
+    def of(cls, ranges: Sequence[Sequence[Sequence[range]]], rank: int, length: int) -> Self:
         """Return the tokens of `ranges`, with tensors on the CPU."""
         dealt = tuple(tuple(tuple(filter(len, own)) for own in sample) for sample in ranges)
         indices = [torch.cat([torch.arange(run.start, run.stop) for run in sample[rank]]) for sample in dealt]

@@ -4,12 +4,10 @@ Shapes: b micro-batch, s tokens of a sample, t those of a sample on this rank, n
 d head dim, q queries, L keys.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -61,7 +59,7 @@ class BlockRows(NamedTuple):
     rows: list[int]  # row of each range's first token
 
     @classmethod
-    def of(cls, ranges: Ranges) -> BlockRows:
+    def of(cls, ranges: Ranges) -> Self:
         return cls(ranges, [run.start for run in ranges], [0, *accumulate(map(len, ranges))])
 
     def before(self, index: int) -> int:

@@ -1,10 +1,8 @@
 """ZeRO policies: the sharded states and persistent buffers of a run, read by the engine and the estimate. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from megazero.engine.options.schema import StepConfig, ZeroConfig
 from megazero.engine.plan.layout.flat_layout import ALIGN, FlatLayout, Range, deal_matrices, equal_ranges, round_up
@@ -33,7 +31,7 @@ class ZeroPolicy:
         return self.gradients or (self.sums_at_home and on_host)
 
     @classmethod
-    def for_stage(cls, config: ZeroConfig, size: int, offloads: bool = False) -> ZeroPolicy:
+    def for_stage(cls, config: ZeroConfig, size: int, offloads: bool = False) -> Self:
         """Return the policy of --zero-stage over `size` ranks. With one rank, every stage is stage 0.
 
         Args:
@@ -69,9 +67,7 @@ class ShardingGroup:
     over_tp: bool = True
 
     @classmethod
-    def of(
-        cls, config: StepConfig, layout: Layout, axis: str, replica_axis: str, over_tp: bool = True
-    ) -> ShardingGroup:
+    def of(cls, config: StepConfig, layout: Layout, axis: str, replica_axis: str, over_tp: bool = True) -> Self:
         """Return the group along `axis`. With one rank, its policy is stage 0."""
         shards, whole = layout.sizes[axis], config.optimizer.rules.matrices.whole_matrices
         return cls(
