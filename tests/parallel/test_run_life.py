@@ -390,7 +390,8 @@ def drift(rank: int, world: int, config: Config, state: str, name: str) -> str:
         units = run.trainer.engine.zero.units.values()
         unit = next((unit for unit in units if name in unit.flat.layout.windows), None)
         if unit is None:
-            data = dict(run.trainer.engine.routers.by_layer())[int(name.split()[1])]
+            routers = run.trainer.engine.routers
+            data = routers.biases[routers.model.expert_layers.index(int(name.split()[1]))]
         elif state == "weights":
             data = unit.weights.unsharded[unit.flat.layout.windows[name].slice()]
         else:

@@ -126,11 +126,11 @@ def stopped(rank: int, world: int, config: Config, requests: TaskRequests) -> St
     run.trainer.tasks = tasks = TaskScorer(run.config, run.trainer.engine, PackedRequests(requests, 8))
     score, writers, records = tasks.target_scores, run._open_writers, []
 
-    def signalled(batches: Any, score_batch: Any) -> Any:
+    def signalled(batches: Any) -> Any:
         calls.append(batches)
         if rank == world - 1:
             run.wishes.signals.noted = signal.SIGUSR1
-        return score(batches, score_batch)
+        return score(batches)
 
     def kept(events: Any) -> Any:
         found = writers(events)

@@ -102,7 +102,7 @@ def run_rehearsal(config: Config, world: World, vocab_size: int) -> list[Rehears
 def rehearsal_table(found: Rehearsal) -> str:
     """Format one rank's bytes: rehearsed, estimated, and their difference."""
     save = found.save
-    rows = [f"rank {found.rank}: {', '.join(f'{axis} {place}' for axis, place in found.coord._asdict().items())}"]
+    rows = [f"rank {found.rank}: {found.coord}"]
     rows.append(f"  {'bytes':<28}{'rehearsal':>20}{'estimate':>20}{'difference':>14}")
     pairs = [(kind, found.memory[kind], found.estimated_memory[kind]) for kind in found.memory]
     pairs += [(f"{kind} traffic", found.traffic[kind], found.estimated_traffic[kind]) for kind in found.traffic]

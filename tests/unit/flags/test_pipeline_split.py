@@ -14,7 +14,7 @@ from megazero.flags.config import ActivationConfig, Config, ModelConfig, Paralle
 from megazero.flags.pipeline_split import LayerCosts, layer_costs, rank_costs, split_by_cost
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.bytes_report import bytes_table, split_line
-from megazero.planner.layouts import rank_layers
+from megazero.planner.layouts import layout_words, rank_layers
 from tests.helpers.table import for_each
 
 SMALL = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024, vocab_size=50257)
@@ -81,9 +81,9 @@ def made(*args: Any, **options: Any) -> Layout:
 
 
 def test_a_layout_has_the_split_by_cost_or_as_given() -> None:
-    assert made().split == (4, 4, 4, 0) and str(made()) == "pp 4 (layers 4,4,4,0) x dp 1 x tp 1"
+    assert made().split == (4, 4, 4, 0) and layout_words(made()) == "pp 4 (layers 4,4,4,0) x dp 1 x tp 1"
     assert made(vocabulary=101).split == ()  # even, which is the default
-    assert made("3,3,3,3").split == () and str(made("3,3,3,3")) == "pp 4 x dp 1 x tp 1"
+    assert made("3,3,3,3").split == () and layout_words(made("3,3,3,3")) == "pp 4 x dp 1 x tp 1"
     given = made("0, 5,6,1")
     assert [rank_layers(given, 12, rank) for rank in range(4)] == [[], [*range(5)], [*range(5, 11)], [11]]
     virtual = Layout(pp=2, chunks=2, split=(1, 4, 2, 0))

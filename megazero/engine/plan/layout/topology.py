@@ -37,6 +37,9 @@ class Coord(NamedTuple):
     cp: int
     tp: int
 
+    def __str__(self) -> str:
+        return ", ".join(f"{axis} {place}" for axis, place in self._asdict().items())
+
 
 class Route(NamedTuple):
     """The route of a message between pipeline neighbours.

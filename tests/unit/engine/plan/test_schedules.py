@@ -186,7 +186,10 @@ def test_a_v_fits_its_order_to_the_costs_of_passes(costs: Costs) -> None:
         bubbles = {}
         for kind, schedule in SCHEDULES.items():
             specs = plain_pipeline(p, 1 + schedule.virtual_stages, v_shaped=schedule.v_shaped)
-            made = [program(replace(spec, costs=costs), kind, m).gradients for spec in specs]
+            made = [
+                program(replace(spec, pipeline=replace(spec.pipeline, costs=costs)), kind, m).gradients
+                for spec in specs
+            ]
             bubbles[kind] = simulate(made, cost).bubble
         others = set(bubbles) - {"zero-bubble-v"} - ({"interleaved"} if costs.input_gradient > 2 else set())
         assert all(bubbles["zero-bubble-v"] < bubbles[kind] for kind in others), (p, m, bubbles)
