@@ -78,7 +78,7 @@ def _kernels(flags: str, title: str) -> Part:
 
 def _training(flags: str, asks: str, title: str, seconds: float, gpus: int, env: tuple[str, str]) -> Part:
     """Make a part that runs pretrain_gpt.py on `gpus` ranks."""
-    usual = "--mock-data --log-interval 100 --lr-warmup-iters 0 --hang-timeout 60 --log-dir= "
+    usual = "--mock-data --log-interval 100 --lr-warmup-iters 0 --hang-timeout 8 --log-dir= "
     tiny = "--hidden-size 32 --num-attention-heads 2 --seq-length 8 --vocab-size 61 --train-iters 2 --log-interval 1"
     words = ("pretrain_gpt.py", *(usual + flags).split())
     return Part(title, asks, words, seconds, gpus, gpus, env=(env,), tiny=(*tiny.split(), "--fused-kernels", "eager"))

@@ -13,6 +13,7 @@ from benchmarks.reports.rehearsals import Asked, rehearse_all, resolved
 from megazero.engine.plan.layout.topology import AXES, SUB_AXES, Layout
 from megazero.planner.bytes.estimate import estimate
 from megazero.planner.goodput import SECONDS_PER_HOUR, best_interval, goodput
+from megazero.planner.layouts import layout_words
 from megazero.planner.time.devices import communicators
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "scale.md"
@@ -37,7 +38,15 @@ def groups() -> dict[str, str]:
             links = len(layout.links()) * layout.dp * layout.tp
             mine = sum(0 in ranks for ranks in made)
             own_links = sum(0 in (first, (first + 1) % layout.pp) for first, _, _ in layout.links())
-            rows.append([f"{devices:,}", layout, f"{len(made) + links:,}", mine + own_links, communicators(layout) - 1])
+            rows.append(
+                [
+                    f"{devices:,}",
+                    layout_words(layout),
+                    f"{len(made) + links:,}",
+                    mine + own_links,
+                    communicators(layout) - 1,
+                ]
+            )
     columns = ["devices", "layout", "communicators of the job", "of rank 0", "splits that make them"]
     return {"groups": markdown(columns, rows)}
 

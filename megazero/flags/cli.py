@@ -129,14 +129,14 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
     defaults = replace(over_defaults(values, _last_value(args, "architecture")), hf_config=source)
     if "--help" in args:
         defaults = with_whole_lines(defaults)
-    try:
-        program, omit = program_name(SCRIPT), (tyro.conf.OmitArgPrefixes,)
-        with until_reader_ends():
+    program, omit = program_name(SCRIPT), (tyro.conf.OmitArgPrefixes,)
+    with until_reader_ends():
+        try:
             config = tyro.cli(type(defaults), default=defaults, args=args, prog=program, config=omit)
-    except SystemExit as stop:
-        if stop.code and notes:  # the message names the translation of a foreign flag
-            log.error("\n".join(notes))
-        raise
+        except SystemExit as stop:
+            if stop.code and notes:  # the message names the translation of a foreign flag
+                log.error("\n".join(notes))
+            raise
     given, dropped, replaced = frozenset(values) | names_of(args), frozenset[str](), frozenset[str]()
     if config.parallel.elastic and "layout" not in given:
         config = with_values(config, {"layout": "auto"})

@@ -100,8 +100,8 @@ class MonitorConfig:
 
     hang_timeout: Minutes = 0.0
     """End the run with exit code 124 if a rank makes no progress for this many minutes. Each rank prints its current
-    operation and its stacks. Saving and loading do not count. Choose less than --distributed-timeout-minutes. 0:
-    never."""
+    operation and its stacks. Saving and loading do not count. A collective itself ends the run after
+    --distributed-timeout-minutes: choose less. 0: never."""
     straggler_interval: Iterations = 100
     """Iterations between comparisons of the ranks' computing times. Slow ranks are named with their hosts. 0: never."""
     check_replicas_interval: Iterations = 0
@@ -157,7 +157,7 @@ class PlanConfig:
     plan.png to --log-dir, and end."""
     plan_search: bool = False
     """Search the fastest layouts of this model and --global-batch-size that fit on --world-size devices, print them as
-    command lines, and end."""
+    command lines, and end. Layout flags of the command line are kept; those of a preset are not."""
     world_size: Annotated[int, Bounds(0, 10**6, "no job has as many ranks")] = 0
     """--plan, --plan-search: number of devices, one rank each. 0: --plan assumes one."""
     device_type: str = ""

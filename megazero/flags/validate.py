@@ -104,7 +104,6 @@ def check_values(config: Config) -> None:
         _check_layout(config)
     _check_saving(config)
     _check_profile(config)
-    _check_time_outs(config)
     _check_plan(config.plan, config.parallel.layout == "auto")
     _check_data(config)
 
@@ -265,16 +264,6 @@ def _check_saving(config: Config) -> None:
         # a plan or a rehearsal may be made on another machine than that of the run, and writes to --log-dir alone
         if path and (flag == "log-dir" or not (plans(config.plan) or config.plan.rehearse)):
             _check_writable(flag, Path(path))
-
-
-def _check_time_outs(config: Config) -> None:
-    """Refuse a limit for hangs that a collective's limit precedes: the run would end without the ranks' operations."""
-    hang, collective = config.monitor.hang_timeout, config.parallel.distributed_timeout_minutes
-    if hang >= collective:
-        raise ValueError(
-            f"--hang-timeout {hang:g} is not less than --distributed-timeout-minutes {collective:g}, which ends a run "
-            "that hangs in a collective first; lower it, or raise --distributed-timeout-minutes"
-        )
 
 
 def _check_writable(flag: str, path: Path) -> None:

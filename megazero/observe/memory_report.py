@@ -7,7 +7,7 @@ import torch
 
 from megazero.engine.memory.tracker import KINDS
 from megazero.engine.mesh.mesh import Mesh
-from megazero.engine.plan.program.operations import Op, name_of
+from megazero.engine.plan.program.operations import GradNorm, Op, name_of
 from megazero.engine.plan.program.program import Program
 from megazero.engine.step.engine import Engine
 from megazero.flags.config import Config
@@ -40,7 +40,7 @@ def memory_report(engine: Engine, step: Program, op: Op | None) -> str:
     trackers, columns = [engine.tracker], ["now", "peak"]
     ops = [*step.gradients, *step.update]
     at = next((n for n, known in enumerate(ops) if known is op), None)
-    if step.update and at is not None and isinstance(config, Config):  # the options of the run
+    if GradNorm() in step.gradients and at is not None and isinstance(config, Config):  # the options of the run
         try:
             trackers.append(
                 predicted_after(

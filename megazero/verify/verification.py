@@ -208,7 +208,7 @@ class Verification:
     def words(self) -> list[str]:
         """Return the lines that report how the run was shrunk."""
         (config, layout), real = self.runs.layout, self.real_layout
-        lines = [f"verifying {real} ({things(real.world_size, 'rank')})"]
+        lines = [f"verifying {layout_words(real)} ({things(real.world_size, 'rank')})"]
         if layout.world_size != real.world_size:
             lines.append(
                 f"  on {layout_words(layout)} ({things(layout.world_size, 'rank')}), "

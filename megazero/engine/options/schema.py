@@ -32,7 +32,7 @@ class StepConfig:
 
     @property
     def trains(self) -> bool:
-        """False for a run that evaluates alone: it has no gradients and no moments."""
+        """True; a run that evaluates alone overrides it: it has no gradients and no moments."""
         return True
 
     @property

@@ -294,10 +294,13 @@ def accumulation(flag: ForeignFlag) -> list[str]:
     ranks, file_batch = flag.data_parallel(), flag.word("file.train-batch-size")
     if not file_batch:
         return ["--global-batch-size", str(steps * flag.get_whole("micro-batch-size") * ranks)]
-    batch = whole_number(file_batch)
-    micro = max(1, batch // (steps * ranks))
-    if "micro-batch-size" in flag.ours:
-        micro = flag.get_whole("micro-batch-size")
+    chosen = flag.ours.get("layout") == ("auto",) or "plan-search" in flag.ours
+    if (file_batch,) != flag.ours.get("global-batch-size") or chosen:
+        return []  # the command line has another batch, or the layout and with it the micro-batch is chosen later
+    batch, file_micro = whole_number(file_batch), flag.word("file.train-micro-batch-size-per-gpu")
+    if file_micro and (file_micro,) != flag.ours.get("micro-batch-size"):
+        return []
+    micro = whole_number(file_micro) if file_micro else max(1, batch // (steps * ranks))
     if micro * steps * ranks != batch:
         raise Refused(
             f"train_batch_size {batch} is not --micro-batch-size {micro} x {steps} x {ranks} data-parallel ranks = "
@@ -309,11 +312,12 @@ def accumulation(flag: ForeignFlag) -> list[str]:
 def scheduled_rate(flag: ForeignFlag) -> list[str]:
     """--lr, which optimizer.params.lr may repeat but not contradict"""
     optimizer = flag.word("file.optimizer.params.lr")
-    if optimizer and read_number(optimizer, "optimizer.params.lr ") != flag.number():
-        raise Refused(
-            f"optimizer.params.lr is {optimizer}, and DeepSpeed trains with the scheduler's rate; give both the same, "
-            "or drop one"
-        )
+    if optimizer and (optimizer,) == flag.ours.get("lr"):  # else the command line decides
+        if read_number(optimizer, "optimizer.params.lr ") != flag.number():
+            raise Refused(
+                f"optimizer.params.lr is {optimizer}, and DeepSpeed trains with the scheduler's rate; give both the "
+                "same, or drop one"
+            )
     return ["--lr", flag.value]
 
 

@@ -632,12 +632,6 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"memory_checkpoint_interval": 5}, 1, 9, "--memory-checkpoint-interval 5 needs --save DIR"),
     ({"save": "x", "memory_checkpoint_dir": "y"}, 1, 9, "needs --memory-checkpoint-interval N; add it"),
     (
-        {"hang_timeout": 10.0},
-        1,
-        9,
-        "--hang-timeout 10 is not less than --distributed-timeout-minutes 10, which ends .*; lower it, or raise",
-    ),
-    (
         {"save": "x", "save_interval": 5, "save_interval_minutes": 10.0},
         1,
         9,

@@ -390,6 +390,8 @@ def test_the_rate_of_a_deepspeed_scheduler_is_the_learning_rate(tmp_path: Path) 
         path.write_text(json.dumps(optimizer | values))
         assert parse(["--deepspeed", str(path)]) == ours
     assert parse(["--lr", "5", "--deepspeed", str(path)]).optimizer.lr == 5
+    path.write_text(json.dumps({"optimizer": {"params": {"lr": 2e-4}}} | values))
+    assert parse(["--lr", "5", "--deepspeed", str(path)]).optimizer.lr == 5  # whatever the file's two rates are
 
 
 def test_the_batch_sizes_of_a_deepspeed_file_are_those_of_its_product(tmp_path: Path) -> None:
@@ -407,11 +409,14 @@ def test_the_batch_sizes_of_a_deepspeed_file_are_those_of_its_product(tmp_path: 
     assert sizes({micro: 2, steps: 4}) == (16, 2)
     assert sizes({batch: 16, micro: 2}) == (16, 2)
     assert sizes({batch: 16, micro: "auto", steps: "auto"}, "--gradient_accumulation_steps 2") == (16, 4)
+    whole = {batch: 16, micro: 2, steps: 4}
+    assert sizes(whole, "--micro-batch-size 4") == (16, 4)  # the command line wins
+    assert sizes(whole, "--global-batch-size 32") == (32, 2)
+    assert sizes({batch: 64, steps: 4}, "--plan-search --world-size 8 --device-type h100-80gb") == (64, 1)  # not tied
     for values, line, said in (
         ({batch: 64, micro: 2, steps: 4}, "", "gradient_accumulation_steps 4: train_batch_size 64 is not "
          "--micro-batch-size 2 x 4 x 2 data-parallel ranks = 16; change one, or drop it"),
         ({batch: 16, micro: 2, steps: 4}, "--tp 2", "--micro-batch-size 2 x 4 x 1 data-parallel ranks = 8;"),
-        ({batch: 16, micro: 2, steps: 4}, "--micro-batch-size 3", "--micro-batch-size 3 x 4 x 2 data-parallel"),
         ({batch: 20, steps: 4}, "", "train_batch_size 20 is not --micro-batch-size 2 x 4 x 2"),
         ({batch: 4, steps: 4}, "", "train_batch_size 4 is not --micro-batch-size 1 x 4 x 2"),
     ):  # fmt: skip
