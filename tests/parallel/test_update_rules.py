@@ -16,6 +16,7 @@ from megazero.engine.options.optimizers import LION, OPTIMIZERS, State
 from megazero.engine.plan.optimizer_sizes import Rates
 from megazero.engine.step.engine import Engine
 from megazero.engine.zero.reduce_scatter import Buffer
+from megazero.planner.state_shares import host_rate
 from tests.parallel.cases import MODEL, Case, Outcome, train, train_on
 from tests.parallel.test_bytes import FEW_NUMBERS
 from tests.parallel.test_parity import check_bytes
@@ -55,7 +56,7 @@ def test_lion_is_the_same_in_every_layout(ranks) -> None:
     check_bytes(one, [alone.outcome])
     check_bytes(three, [found.outcome for found in spread])
     config = one.config()
-    assert Rates.of(config, LION) == (8, 8, 8, 8, 16, 5 * 8) and Rates.of(config, LION).host == 24
+    assert Rates.of(config, LION) == (8, 8, 8, 8, 16, 5 * 8) and host_rate(Rates.of(config, LION)) == 24
     kinds = {name.split(".")[0] for name in pretended_shards(config, one.layout, 0, torch.float64)}
     assert kinds == {"model", "direction"}
 

@@ -102,7 +102,8 @@ def test_a_backlog_is_used_up(schedule: str, ranks: int, wanted: dict[int | None
     v = 1 + (schedule == "zero-bubble-v")
     found = {}
     for backlog in wanted:
-        specs = [replace(spec, backlog=backlog) for spec in plain_pipeline(ranks, v, v_shaped=v == 2)]
+        specs = plain_pipeline(ranks, v, v_shaped=v == 2)
+        specs = [replace(spec, pipeline=replace(spec.pipeline, backlog=backlog)) for spec in specs]
         timing = simulate([program(spec, schedule, 2 * ranks).gradients for spec in specs], thirds)
         found[backlog] = timing.seconds - 6 * ranks * v
     assert found == wanted
