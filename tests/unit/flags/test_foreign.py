@@ -391,7 +391,7 @@ def test_the_rate_of_a_deepspeed_scheduler_is_the_learning_rate(tmp_path: Path) 
         assert parse(["--deepspeed", str(path)]) == ours
     assert parse(["--lr", "5", "--deepspeed", str(path)]).optimizer.lr == 5
     path.write_text(json.dumps({"optimizer": {"params": {"lr": 2e-4}}} | values))
-    assert parse(["--lr", "5", "--deepspeed", str(path)]).optimizer.lr == 5  # whatever the file's two rates are
+    assert parse(["--lr", "5", "--deepspeed", str(path)]).optimizer.lr == 5  # and not one of the file's two rates
 
 
 def test_the_batch_sizes_of_a_deepspeed_file_are_those_of_its_product(tmp_path: Path) -> None:
