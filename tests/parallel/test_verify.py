@@ -61,6 +61,7 @@ def test_a_layout_trains_the_same_model(name: str) -> None:
 def test_a_small_layout_passes() -> None:
     verdict = verify(f"{SMALL} {TP} 2 --zero-stage 0 --precision fp64", 2)
     assert verdict.passed, (failed(verdict), verdict.first, verdict.lost)
+    assert verdict.words[0] == "verifying pp 1 x dp 1 x tp 2 (2 ranks)"
     rows = {row.what: row for row in verdict.tables["the layout next to one process, fp64"]}
     assert 0 < rows["gradients of 28 weights"].difference < rows["gradients of 28 weights"].tolerance < 1e-9
     found = json.loads(json.dumps(to_json(verdict, Wanted([])), allow_nan=False))
