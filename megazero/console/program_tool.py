@@ -1,6 +1,5 @@
 """The command `megazero program`, also scripts/print_program.py: the program of one rank."""
 
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ from megazero.engine.plan.program.operations import COMPUTE, Op, Start, Wait, na
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.cli import parse, read_own
+from megazero.flags.help import until_reader_ends
 from megazero.flags.resolve import resolve
 from megazero.interop.huggingface.model_flags import find_model
 from megazero.log import log
@@ -39,12 +39,11 @@ def print_program(argv: list[str]) -> int:
     """Print the step of the rank that the flags name, and return the exit code."""
     options, rest = program_options(argv)
     try:
-        print("\n".join(program_lines(rest, options.world_size, options.rank)))
+        with until_reader_ends():
+            print("\n".join(program_lines(rest, options.world_size, options.rank)))
     except ValueError as error:
         log.error(f"error: {error}")
         return 1
-    except BrokenPipeError:  # a reader such as head has seen enough
-        sys.stderr.close()
     return 0
 
 

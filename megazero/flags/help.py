@@ -75,7 +75,7 @@ WRAPPER = textwrap.TextWrapper(100, initial_indent="  ", subsequent_indent="    
 
 @contextlib.contextmanager
 def until_reader_ends() -> Iterator[None]:
-    """Print help in this block.
+    """Print in this block.
 
     Raises:
         SystemExit: the reader of a pipe, such as `head`, has ended; with the code that a shell has for SIGPIPE.

@@ -15,14 +15,7 @@ from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
-from megazero.flags.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
+from megazero.flags.config import CheckpointConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.log import log_as
 from megazero.run.inputs import open_data

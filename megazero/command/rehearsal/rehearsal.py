@@ -24,14 +24,7 @@ from megazero.data.corpora import Datasets
 from megazero.data.samples import Sample, Samples
 from megazero.engine.plan.layout.topology import Coord, Layout
 from megazero.engine.plan.program.operations import name_of
-from megazero.flags.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    EvaluationConfig,
-    LogConfig,
-    MonitorConfig,
-)
+from megazero.flags.config import CheckpointConfig, Config, DataConfig, EvaluationConfig, LogConfig, MonitorConfig
 from megazero.planner.bytes.estimate import estimate
 from megazero.planner.trace.pretend import PretendMesh, pretend_mesh
 from megazero.planner.trace.trace import model_flops

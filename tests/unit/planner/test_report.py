@@ -5,14 +5,7 @@ from dataclasses import replace
 
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
-from megazero.flags.config import (
-    ActivationConfig,
-    Config,
-    ModelConfig,
-    ParallelConfig,
-    TrainingConfig,
-    ZeroConfig,
-)
+from megazero.flags.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.bytes_report import bytes_table, partition_line, queue_line, report_rows
 from megazero.planner.bytes.estimate import stage_bytes

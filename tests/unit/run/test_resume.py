@@ -26,14 +26,7 @@ from megazero.data.corpora import parse_data_path
 from megazero.data.fingerprint import fingerprint
 from megazero.data.writer import IndexedWriter
 from megazero.flags.cli import parse
-from megazero.flags.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    EvaluationConfig,
-    LogConfig,
-    ModelConfig,
-)
+from megazero.flags.config import CheckpointConfig, Config, DataConfig, EvaluationConfig, LogConfig, ModelConfig
 from megazero.flags.validate import check_values
 from megazero.run.changes import changed_options
 from megazero.run.exports import guard_exports

@@ -15,14 +15,7 @@ import pytest
 
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
-from megazero.flags.config import (
-    ActivationConfig,
-    Config,
-    ModelConfig,
-    ParallelConfig,
-    TrainingConfig,
-    ZeroConfig,
-)
+from megazero.flags.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import estimate
 from tests.helpers.table import for_each

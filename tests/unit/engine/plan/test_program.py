@@ -43,14 +43,7 @@ from megazero.engine.plan.program.passes import finish_gradients, merge_gathers
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import RankSpec, rank_spec
 from megazero.engine.plan.schedule.schedules import EVALUATION
-from megazero.flags.config import (
-    ActivationConfig,
-    Config,
-    ModelConfig,
-    ParallelConfig,
-    TrainingConfig,
-    ZeroConfig,
-)
+from megazero.flags.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.planner.time.simulate import simulate
 from tests.helpers.table import for_each
 
