@@ -10,7 +10,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.attention import varlen
 
 from megazero.engine.mesh import groups
 from megazero.engine.mesh.collectives import Axis
@@ -30,6 +29,8 @@ def pretended_gpu(capability: tuple[int, int] = (9, 0)) -> Iterator[Findings]:
     Note [backward]: torch leaves a function mode while it handles `torch.autograd.grad`, and with it for the Functions
     that backward calls. `_engine_run_backward`, private to torch, is the place at which the mode is entered again.
     """
+    from torch.nn.attention import varlen  # with torch._dynamo: two CPU seconds, which other tests need not take
+
     session = Session()
     with ExitStack() as stack:
         for name, stand_in in _cuda(session, capability).items():

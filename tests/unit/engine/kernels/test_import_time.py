@@ -13,8 +13,8 @@ from tests.helpers.table import for_each
 
 HEAVY = "datasets jinja2 matplotlib pandas rich scipy sentencepiece sympy tokenizers transformers triton wandb".split()
 FLAGS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --mock-data "
-    "--train-iters 2 --micro-batch-size 1 --global-batch-size 2"
+    "--architecture gpt-oss --num-experts 4 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--vocab-size 50 --mock-data --train-iters 2 --micro-batch-size 1 --global-batch-size 2"
 )
 
 
