@@ -17,7 +17,7 @@ OWN = [module.name for module in pkgutil.walk_packages(megazero.__path__, "megaz
 LIBRARIES = "torch._subclasses.fake_tensor torch.fx.experimental.symbolic_shapes numpy.ma jinja2 tyro pytest".split()
 MODELS = "auto.tokenization_auto auto.modeling_auto llama.configuration_llama".split()  # of a Hugging Face folder
 
-OURS = ["pretrain_gpt", "tests.parallel.test_pretended_gpu"]  # half a second in each rank: it makes the matrix
+OURS = ["pretrain_gpt", "tests.parallel.test_pretended_gpu"]
 
 for name in [*OWN, *LIBRARIES, *(f"transformers.models.{name}" for name in MODELS), *OURS]:
     importlib.import_module(name)

@@ -70,6 +70,17 @@ def parameters(found: matrix.Covers) -> list[object]:
     return [pytest.param(matrix.case_of(c), id=matrix.name_of(c), marks=marks) for part, marks in rings for c in part]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Cases are generated when pytest collects tests, and not when a rank imports this module: that takes seconds."""
+    if metafunc.function is test_every_layout_is_the_same_model:
+        covers = matrix.covers()
+        generated = parameters(covers._replace(slow=covers.slow + matrix.products()))
+        by_hand = by_default(map(fp64, BY_HAND), 0, 1, 5, 6, 8, 11, 12)
+        metafunc.parametrize("case", [*by_hand, *generated], ids=str)
+    if metafunc.function is test_other_precisions_are_as_near_as_they_can_be:
+        metafunc.parametrize("case", parameters(matrix.numbers()))
+
+
 def fp64(case: Case) -> Case:
     return case._replace(precision="fp64")
 
@@ -227,14 +238,6 @@ BY_HAND = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *by_default(map(fp64, BY_HAND), 0, 1, 5, 6, 8, 11, 12),
-        *parameters(matrix.covers()._replace(slow=matrix.covers().slow + matrix.products())),
-    ],
-    ids=str,
-)
 def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
     losses, norms = expected(case)
     outcomes = ranks(case.world).run(train, case)
@@ -351,10 +354,6 @@ def check_near(case: Case, outcomes: list[Outcome]) -> None:
         assert not case.ema or relative_error(outcome.averaged, wanted) < any_loss
 
 
-@pytest.mark.parametrize(
-    "case",
-    parameters(matrix.numbers()),
-)
 def test_other_precisions_are_as_near_as_they_can_be(case: Case, ranks) -> None:
     outcomes = ranks(case.world).run(train, case)
     check_bytes(case, outcomes)

@@ -51,7 +51,12 @@ def train_watched(rank: int, case: Case, fault: Fault | None = None, capability:
     return Watched(outcome, findings.found, waits)
 
 
-@pytest.mark.parametrize("case", parameters(matrix.on_gpu()))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Generate cases when pytest collects tests, and not when a rank imports this module."""
+    if metafunc.function is test_every_path_of_a_gpu_is_in_order:
+        metafunc.parametrize("case", parameters(matrix.on_gpu()))
+
+
 def test_every_path_of_a_gpu_is_in_order(case: Case, ranks) -> None:
     watched = ranks(case.world).run(train_watched, case)
     outcomes = [outcome for outcome, _, _ in watched]
