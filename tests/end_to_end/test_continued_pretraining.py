@@ -180,7 +180,8 @@ def tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
 
 
-EACH = [pytest.param(name, marks=() if name == "llama" else pytest.mark.slow) for name in MODELS]
+RINGS = {"llama": pytest.mark.second}
+EACH = [pytest.param(name, marks=RINGS.get(name, pytest.mark.slow)) for name in MODELS]
 
 
 @pytest.mark.parametrize("model_type", EACH)

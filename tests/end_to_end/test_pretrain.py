@@ -44,10 +44,10 @@ def close(found: list[dict], wanted: list[dict], key: str) -> bool:
     return all(abs(a[key] - b[key]) < 1e-5 * abs(b[key]) for a, b in zip(found, wanted, strict=True))
 
 
-IN_DEFAULT = ("c5",)  # tests/parallel has them all
+RINGS = {"c5": pytest.mark.second}  # tests/parallel has them all
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in IN_DEFAULT else pytest.mark.slow) for n in LAYOUTS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=RINGS.get(n, pytest.mark.slow)) for n in LAYOUTS])
 def test_every_layout_has_the_single_process_curve(name: str, model, alone: Path, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[name]
     done = pretrain(*model, *flags.split(), "--train-iters", 5, "--log-dir", tmp_path, ranks=ranks)

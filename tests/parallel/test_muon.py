@@ -46,7 +46,7 @@ def muon(**changes: object) -> Case:
             muon(tp=2, etp=1, dp=2, ep=2, zero=1, model=EXPERTS, sp=True),
             muon(tp=2, dp=2, ep=2, zero=3, model=EXPERTS, sp=True),
         ],
-        *(3, 9, 11, 16),
+        *(3, 9, 11),
     ),
     ids=str,
 )

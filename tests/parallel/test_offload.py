@@ -67,7 +67,7 @@ SAME = [
         pytest.param((0.5, 0.7), id="parts", marks=pytest.mark.slow),  # the matrices have a share of 0.4
     ],
 )
-@pytest.mark.parametrize("case", by_default(SAME, 0, 9), ids=str)
+@pytest.mark.parametrize("case", by_default(SAME, 0, 8), ids=str)
 def test_it_is_the_same_run_to_the_bit(case: Case, shares: tuple[float, float], ranks) -> None:
     """shares: of the states in host memory, in one run, and in a file, in another."""
     device = ranks(case.world).run(train, case)

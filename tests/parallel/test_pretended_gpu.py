@@ -189,6 +189,7 @@ START = "megazero.engine.mesh.collectives", "Axis", "_start"
             "copy_ [Keep blocks.1 mb 0 slot 1] on stream 1 reads bytes of a tensor in device memory that copy_ [Keep "
             "blocks.1 mb 0 slot 1] on the compute stream writes",
             id="a copy to the host does not wait for the computation",
+            marks=SECOND,
         ),
         pytest.param(
             OFFLOADED,
@@ -197,6 +198,7 @@ START = "megazero.engine.mesh.collectives", "Axis", "_start"
             "copy_ [Keep blocks.2 mb 0 slot 2] on the compute stream writes bytes of a tensor in device memory that "
             "copy_ [Keep blocks.0 mb 0 slot 0] on stream 1 reads",
             id="a buffer is written while it is copied to the host",
+            marks=SECOND,
         ),
         pytest.param(
             OFFLOADED,
@@ -205,6 +207,7 @@ START = "megazero.engine.mesh.collectives", "Axis", "_start"
             "copy_ [start Fetch blocks.2 mb 0] on stream 2 reads bytes of a tensor in pinned memory that copy_ [Keep "
             "blocks.2 mb 0 slot 2] on stream 1 writes",
             id="a fetch does not wait for the copy to the host",
+            marks=SECOND,
         ),
         pytest.param(
             OFFLOADED,
@@ -213,6 +216,7 @@ START = "megazero.engine.mesh.collectives", "Axis", "_start"
             "copy_ [start Fetch blocks.0 mb 0] on stream 2 writes bytes of a tensor in device memory that "
             "native_layer_norm_backward [Backward blocks.2 mb 0] on the compute stream reads",
             id="a fetch overwrites a buffer that backward reads",
+            marks=SECOND,
         ),
         pytest.param(
             OFFLOADED,
@@ -220,6 +224,7 @@ START = "megazero.engine.mesh.collectives", "Axis", "_start"
             {EARLY_FREE},
             "copy_ [Keep blocks.0 mb 0 slot 0] on stream 1 reads a tensor of 8448 bytes that is freed",
             id="a block's input is freed while it is copied to the host",
+            marks=SECOND,
         ),
         pytest.param(
             ROTARY,
@@ -241,6 +246,7 @@ START = "megazero.engine.mesh.collectives", "Axis", "_start"
             {RACE, EARLY_FREE},
             "lane 0 writes; nothing orders them",
             id="messages between stages are not waited for",
+            marks=SECOND,
         ),
     ],
 )

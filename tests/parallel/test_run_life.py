@@ -360,7 +360,7 @@ def small_disk(rank: int, config: Config, stops: int, frees: int) -> tuple[int, 
     return run.trainer.progress.iteration, "", waited
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", by_default([False, True], 0))
 def test_a_save_that_fails(ranks: Any, corpus: str, tmp_path: Path, background: bool) -> None:
     """Training continues until the last save, which all ranks attempt again until there is space.
 
