@@ -94,6 +94,9 @@ class Rotary:
 
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> RotaryTables:
         """Return the tables of positions 0 to length - 1."""
+        if device.type == "meta":  # a plan needs their sizes alone, and torch computes those of each step in Python
+            cos, sin = (torch.empty(length, 1, d, dtype=dtype, device=device) for d in (self.dim, self.dim // 2))
+            return RotaryTables(cos, sin, self.interleaved)
         angles = torch.arange(length, device=device)[:, None, None].float() * self.frequencies(device)
         cos, sin = angles.cos().mul_(self.amplitude).to(dtype), angles.sin().mul_(self.amplitude).to(dtype)
         twice = cos.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat([cos, cos], dim=-1)

@@ -422,15 +422,18 @@ def shallow(model: ModelConfig) -> ModelConfig:
 
 @functools.lru_cache(maxsize=64)
 def _matrix_flops(model: ModelConfig, layer: str, use: Use) -> int:
-    """Return the FLOPs of a forward of one sample without those of fused attention, on one rank, without padding."""
+    """Return the FLOPs of a forward of one sample without those of fused attention, on one rank, without padding.
+
+    A GPU in bf16 stands for all devices, because its products of hundreds of experts are one operator.
+    """
     kind = Kind(
         model=model,
-        precision="fp32",
+        precision="bf16",
         micro_batch_size=1,
         recompute="none",
         sequence_parallel=False,
         tp=1,
-        device_type="cpu",
+        device_type="cuda",
         layer=layer,
         use=use,
         passes_gradient=False,
