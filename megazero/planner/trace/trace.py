@@ -422,23 +422,22 @@ def shallow(model: ModelConfig) -> ModelConfig:
 
 @functools.lru_cache(maxsize=64)
 def _matrix_flops(model: ModelConfig, layer: str, use: Use) -> int:
-    """Return the FLOPs of a forward of one sample without those of fused attention, on one rank, without padding.
-
-    A GPU in bf16 stands for all devices, because its products of hundreds of experts are one operator.
-    """
+    """Return the FLOPs of a forward of one sample without those of fused attention, on one rank, without padding."""
     kind = Kind(
         model=model,
-        precision="bf16",
+        precision="fp32",
         micro_batch_size=1,
         recompute="none",
         sequence_parallel=False,
         tp=1,
-        device_type="cuda",
+        device_type="cpu",
         layer=layer,
         use=use,
         passes_gradient=False,
         frozen=(),
     )
+    if not kind.small:  # on a GPU in bf16, the products of all experts are one operator
+        kind = kind._replace(precision="bf16", device_type="cuda")
     with kind.stand_in() as device, torch.no_grad():
         recorder = Recorder()
         traced = Traced(kind, device, recorder, padded=False)
