@@ -77,13 +77,16 @@ CASES = {
 
 
 BY_DEFAULT = ("one rank", "dp 3", "more experts than choices", "ep x etp")
+DEAR = ("drops, all", "ep")  # on four ranks; the matrix has their pairs of options
 
 
 @pytest.mark.parametrize(
     "case",
     [
         *[
-            pytest.param(fp64(case), id=name, marks=() if name in BY_DEFAULT else SECOND)
+            pytest.param(
+                fp64(case), id=name, marks=() if name in BY_DEFAULT else pytest.mark.slow if name in DEAR else SECOND
+            )
             for name, case in CASES.items()
         ],
         *parameters(matrix.with_experts()),
