@@ -49,7 +49,7 @@ class Flag(NamedTuple):
 def flags() -> Mapping[str, Flag]:
     """Return every flag except --preset, by its name without dashes."""
     found = {}
-    for group, section in _sections(Config()):
+    for group, section in sections(Config()):
         hints = typing.get_type_hints(type(section))
         annotated = typing.get_type_hints(type(section), include_extras=True)
         for field in dataclasses.fields(section):
@@ -59,7 +59,8 @@ def flags() -> Mapping[str, Flag]:
     return found
 
 
-def _sections(config: Config) -> list[tuple[str, Any]]:
+def sections(config: Config) -> list[tuple[str, Any]]:
+    """Return the groups of flags: name -> dataclass."""
     groups = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
     return [(name, section) for name, section in groups if dataclasses.is_dataclass(section)]
 
@@ -93,7 +94,7 @@ def to_toml(config: Config, only: Collection[str] | None = None) -> str:
         only: names of the flags to write, without dashes; None: all.
     """
     lines = []
-    for group, _ in _sections(config):
+    for group, _ in sections(config):
         names = [name for name, flag in flags().items() if flag.group == group and (only is None or name in only)]
         if names:
             lines += [f"# {group}", *(f"{name} = {toml_value(value_of(config, name))}" for name in names), ""]

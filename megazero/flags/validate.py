@@ -3,16 +3,18 @@
 Every refusal is a ValueError that names the flag, its value and the way out.
 """
 
+import functools
 import math
 import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from megazero.files import explain
 from megazero.flags.config import CheckpointConfig, Config, PlanConfig
 from megazero.flags.corpus_flags import document_flags
-from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, value_of
+from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, sections, value_of
 from megazero.flags.limit_checks import check_text, out_of_range, shorten
 from megazero.flags.validate_model import check_model
 
@@ -83,13 +85,8 @@ def check_values(config: Config) -> None:
     Raises:
         ValueError: naming the flag, its value and the way out.
     """
-    for name, flag in flags().items():
-        given = value_of(config, name)
-        if flag.bounds and (complaint := out_of_range(given, flag.bounds)):
-            raise ValueError(f"--{name} {shorten(given)}: {complaint}")
-        for text in given if isinstance(given, tuple) else (given,):
-            if isinstance(text, str):
-                check_text(name, text, is_path=name in PATHS)
+    for group, section in sections(config):
+        _check_section(group, section)
     elastic_nodes(config.parallel.elastic)
     check_model(config)
     _check_needs(config)
@@ -106,6 +103,20 @@ def check_values(config: Config) -> None:
     _check_profile(config)
     _check_plan(config.plan, config.parallel.layout == "auto")
     _check_data(config)
+
+
+@functools.lru_cache(maxsize=256)  # a search checks thousands of configurations, which have most sections in common
+def _check_section(group: str, section: Any) -> None:
+    """Check each flag of a group by itself."""
+    for name, flag in flags().items():
+        if flag.group != group:
+            continue
+        given = getattr(section, name.replace("-", "_"))
+        if flag.bounds and (complaint := out_of_range(given, flag.bounds)):
+            raise ValueError(f"--{name} {shorten(given)}: {complaint}")
+        for text in given if isinstance(given, tuple) else (given,):
+            if isinstance(text, str):
+                check_text(name, text, is_path=name in PATHS)
 
 
 def elastic_nodes(text: str) -> range:

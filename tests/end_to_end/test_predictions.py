@@ -21,7 +21,7 @@ FLAGS = f"""
 --ffn-hidden-size 16 --num-experts 2 --moe-router-topk 2 --moe-ffn-hidden-size 8 --moe-layer-freq {"D" * 45}E
 --moe-shared-expert-intermediate-size 8 --moe-router-bias-update-rate 0 --seq-length 32 --init-method-std 0.1
 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.5 --micro-batch-size 8 --lr 2e-2 --lr-warmup-iters 5
---tensor-model-parallel-size 2 --zero-stage 3 --train-iters 60""".split()
+--train-iters 45""".split()
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +32,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_corpus(folder / "words", "<u2", texts)
     tokenizer = write_tokenizer(folder / "tokenizer", 5)
     data = ["--data-path", folder / "words", "--tokenizer", tokenizer]
-    done = pretrain(*FLAGS, *data, "--save", folder / "run", "--log-dir", folder / "log", ranks=2)
+    done = pretrain(*FLAGS, *data, "--save", folder / "run", "--log-dir", folder / "log")
     assert done.returncode == 0, done.stderr
     return folder
 
 
 def test_losses_of_modules_are_in_metrics_and_fall(trained: Path) -> None:
     found = [record["mtp_losses"]["1"] for record in metrics(trained / "log")]
-    assert len(found) == 60 and found[0] > 3.5 and found[-1] < 1.5
+    assert len(found) == 45 and found[0] > 3.5 and found[-1] < 1.5
 
 
 def test_transformers_drafts_with_an_export(trained: Path, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_transformers_drafts_with_an_export(trained: Path, tmp_path: Path) -> No
     assert torch.equal(model.generate(prompt, use_mtp=True, **options), plain)
     assert count == 16 and len(forwards) < 14, "no draft was accepted"
     ours = read_checkpoint(import_(folder, tmp_path / "back") / "iter_0000000")
-    original = read_checkpoint(trained / "run" / "iter_0000060")
+    original = read_checkpoint(trained / "run" / "iter_0000045")
     assert all(torch.equal(ours[name], value) for name, value in original.items() if name.startswith("model."))
 
 

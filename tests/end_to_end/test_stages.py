@@ -132,8 +132,8 @@ def test_a_batch_that_misses_a_border_is_refused(folder: Path) -> None:
     [
         (2, [], 1),
         pytest.param(3, ["--pipeline-model-parallel-size", 2], 2, marks=pytest.mark.second),
-        pytest.param(5, ["--zero-stage", 3], 2, marks=pytest.mark.second),
-        pytest.param(7, ["--context-parallel-size", 2], 2, marks=pytest.mark.second),
+        pytest.param(5, ["--zero-stage", 3], 2, marks=pytest.mark.slow),
+        pytest.param(7, ["--context-parallel-size", 2], 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_is_the_same(

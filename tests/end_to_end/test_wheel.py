@@ -1,5 +1,6 @@
 """The wheel, installed into an environment of its own, from a folder that has nothing else."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -25,6 +26,13 @@ def run(*words: object, cwd: Path, code: int = 0) -> str:
     done = subprocess.run(list(map(str, words)), cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == code, f"{words}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
+
+
+def run_each(python: Path, lines: list[list[object]], cwd: Path) -> str:
+    """Run commands of `megazero` one after another in one process, which imports torch once."""
+    program = "import json, sys; from megazero.console.commands import run_command; "
+    program += "sys.exit(max(run_command(words) for words in json.loads(sys.argv[1])))"
+    return run(python, "-P", "-c", program, json.dumps([list(map(str, words)) for words in lines]), cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +78,9 @@ def test_it_has_the_files_that_are_no_code(built: Path) -> None:
 def test_it_works_from_an_empty_folder(command: Path, tmp_path: Path) -> None:
     """Train, resume with two ranks, generate, report, plan, prove: all that the README's first page promises."""
     (tmp_path / "pretrain_gpt.py").write_text("raise SystemExit('another project, such as Megatron-LM')")
-    where = run(command.parent / "python", "-c", "import megazero; print(megazero.__file__)", cwd=tmp_path)
+    python = command.parent / "python"
+    find = "import importlib.util; print(importlib.util.find_spec('megazero').origin)"
+    where = run(python, "-c", find, cwd=tmp_path)
     assert where.startswith(str(command.parent.parent))
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("To be, or not to be. " * 300)
@@ -82,16 +92,21 @@ def test_it_works_from_an_empty_folder(command: Path, tmp_path: Path) -> None:
     assert "iteration 2/2" in run(command, "train", *train, "--train-iters", 2, cwd=tmp_path)
     printed = run(command, "launch", "--nproc", 2, *train, "--train-iters", 3, cwd=tmp_path)
     assert "iteration 3/3" in printed and "another project" not in printed
-    assert "iter_0000003" in run(command, "checkpoint", "list", "run", cwd=tmp_path)
-    words = ["--load", "run", "--prompt", "To", "--max-new-tokens", 2]
-    assert "To" in run(command, "generate", *words, cwd=tmp_path)
+    words: list[object] = ["--load", "run", "--prompt", "To", "--max-new-tokens", 2]
     assert "To" in run(command, "launch", "generate", "--nproc", 2, *words, cwd=tmp_path)
-    assert "run/report.html" in run(command, "report", "run", cwd=tmp_path)
-    assert "Gather" in run(
-        command, "program", *small.split(), "--vocab-size", 257, "--zero-stage", 3, "--world-size", 2, cwd=tmp_path
+    printed = run_each(
+        python,
+        [
+            ["checkpoint", "list", "run"],
+            ["report", "run"],
+            ["program", *small.split(), "--vocab-size", 257, "--zero-stage", 3, "--world-size", 2],
+            ["plan", "--preset", "gpt2-124m", "--device-type", "h100-80gb"],
+            ["generate", *words],  # its process ends at once
+        ],
+        cwd=tmp_path,
     )
-    planned = run(command, "plan", "--preset", "gpt2-124m", "--device-type", "h100-80gb", cwd=tmp_path)
-    assert "expected:" in planned
+    for said in ("iter_0000003", "\nTo", "run/report.html", "Gather", "expected:"):
+        assert said in printed, said
     assert "PASS: this layout" in run(command, "verify", *small.split(), "--zero-stage", 1, "--steps", 2, cwd=tmp_path)
     refused = run(command, "train", "--preset", "tiny", cwd=tmp_path, code=1)
     assert "megazero preprocess" in refused and ".py" not in refused

@@ -485,15 +485,17 @@ class Covers(NamedTuple):
     def split(cls, default: list[Choice], generated: list[Choice], second: int) -> Covers:
         """Divide generated choices: the default suite gets every level of every factor.
 
-        On more than two ranks, the levels that others have are the plainest in the default suite, and the second ring
-        has the whole choice.
+        On more than two ranks, the levels that others have are the plainest in the default suite. The whole choice is
+        in the second ring, or slow on four ranks.
 
         Args:
             default: choices that the default suite has besides.
             second: how many of the others the second ring has besides; the first ones add most pairs.
         """
         first, dear, others = _with_every_level(default, generated)
-        return cls(default + first, dear + others[:second], others[second:])
+        dearest = [choice for choice in dear if case_of(choice).world > 3]
+        dear = [choice for choice in dear if choice not in dearest]
+        return cls(default + first, dear + others[:second], dearest + others[second:])
 
 
 def _with_every_level(given: list[Choice], choices: list[Choice]) -> tuple[list[Choice], list[Choice], list[Choice]]:

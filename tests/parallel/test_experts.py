@@ -77,12 +77,13 @@ CASES = {
 
 
 BY_DEFAULT = ("one rank", "dp 3", "more experts than choices", "ep x etp")
+DEAR = ("drops, all", "ep")  # on four ranks; the matrix has their pairs of options
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Generate cases when pytest collects tests, and not when a rank imports this module."""
     if metafunc.function is test_every_layout_has_the_same_experts:
-        rings = {name: () if name in BY_DEFAULT else SECOND for name in CASES}
+        rings = {name: () if name in BY_DEFAULT else pytest.mark.slow if name in DEAR else SECOND for name in CASES}
         by_hand = [pytest.param(fp64(case), id=name, marks=rings[name]) for name, case in CASES.items()]
         metafunc.parametrize("case", [*by_hand, *parameters(matrix.with_experts())])
 

@@ -16,7 +16,8 @@ LAYOUTS = [
     Case(tp=4, recompute="full"),
 ]
 # Levels of the matrix; and families whose parts others have, which on one rank are transformers' (tests/unit).
-SLOW = (*COMBINED, "gpt2", "llama", "mistral", "qwen2", "phi3", "olmo2", "starcoder2")
+SLOW = (*COMBINED, "gpt2", "llama", "mistral", "qwen2", "phi3", "olmo2", "starcoder2", "gemma")
+SLOW += ("mixtral", "qwen3-moe", "deepseek-v2")
 
 
 @pytest.mark.second

@@ -5,11 +5,11 @@ import pytest
 from megazero.verify.verification import Verification
 from tests.fuzz import Draw, command_line
 
-SEEDS = range(10)
+SEEDS, DEAR = range(10), (1, 2, 5, 7, 8, 9)  # the latter are on three ranks or four
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed in DEAR else ()) for seed in SEEDS])
 def test_a_random_layout_trains_the_same_model(seed: int) -> None:
     wanted = Draw(seed, max_world=4).pair()
     proof = Verification(wanted).run()

@@ -55,6 +55,9 @@ SAME = [
     case_of(zero=2, micro_batches=1, optimizer="lion", precision="fp64"),
     case_of(dp=4, zero=2, options=(("zero_shard_size", 2),), ema=1),  # sums over replicas precede the last copy
     case_of(dp=1, pp=2, schedule="zero-bubble", model=replace(SMALL, num_layers=4)),  # a tied table on two stages
+]
+# On four ranks. The parity tests have their pairs of options, against plain PyTorch.
+LARGE = [
     case_of(pp=2, zero=2, tp=1, model=replace(SMALL, num_layers=4)),
     case_of(tp=2, sp=True, zero=3, model=LLAMA, micro_batches=3, frozen=("blocks.0.*",)),
 ]
@@ -67,7 +70,9 @@ SAME = [
         pytest.param((0.5, 0.7), id="parts", marks=pytest.mark.slow),  # the matrices have a share of 0.4
     ],
 )
-@pytest.mark.parametrize("case", by_default(SAME, 0, 8), ids=str)
+@pytest.mark.parametrize(
+    "case", [*by_default(SAME, 0, 8), *(pytest.param(case, marks=pytest.mark.slow) for case in LARGE)], ids=str
+)
 def test_it_is_the_same_run_to_the_bit(case: Case, shares: tuple[float, float], ranks) -> None:
     """shares: of the states in host memory, in one run, and in a file, in another."""
     device = ranks(case.world).run(train, case)

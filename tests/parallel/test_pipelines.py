@@ -114,9 +114,14 @@ def test_an_evaluation_takes_any_number_of_micro_batches(m: int, chunks: int, ra
 @pytest.mark.parametrize(
     "case",
     [
-        Case(pp=2, dp=2, zero=3, micro_batches=3, recompute="full", **INTER),
         Case(pp=2, dp=2, zero=2, micro_batches=3, schedule="zero-bubble"),
-        pytest.param(Case(pp=2, dp=2, zero=1, micro_batches=3, split="4,1", recompute="full"), marks=pytest.mark.slow),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (
+                Case(pp=2, dp=2, zero=3, micro_batches=3, recompute="full", **INTER),
+                Case(pp=2, dp=2, zero=1, micro_batches=3, split="4,1", recompute="full"),
+            )
+        ),
     ],
     ids=str,
 )

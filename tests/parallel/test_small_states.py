@@ -50,16 +50,20 @@ CASES = [
     case_of("int8", tp=3, model=WIDE),
     case_of("int8", tp=2, model=replace(LLAMA, num_query_groups=1)),  # a weight that both ranks have, behind others
     case_of("int8", pp=2, dp=2, zero=1, model=LLAMA, micro_batches=2),
-    case_of("int8", dp=2, tp=2, zero=3, ep=2, etp=2, sp=True, model=EXPERTS),
     case_of("bf16", dp=2, tp=2, zero=1, ep=4, etp=1, sp=True, model=EXPERTS),
-    case_of("int8", dp=4, zero=2, optimizer="muon"),
     case_of("int8", dp=2, zero=2, offload=0.5),
     case_of("bf16", zero=0, optimizer="lion", offload=1.0),
+]
+LARGE = [  # other experts' shares; and Muon, whose layouts test_muon.py has
+    case_of("int8", dp=2, tp=2, zero=3, ep=2, etp=2, sp=True, model=EXPERTS),
+    case_of("int8", dp=4, zero=2, optimizer="muon"),
     case_of("bf16", dp=2, tp=2, zero=1, optimizer="muon", model=LLAMA),
 ]
 
 
-@pytest.mark.parametrize("case", by_default(CASES, 1, 13), ids=str)
+@pytest.mark.parametrize(
+    "case", [*by_default(CASES, 1, 11), *(pytest.param(case, marks=pytest.mark.slow) for case in LARGE)], ids=str
+)
 def test_every_layout_rounds_moments_alike(case: Case, ranks) -> None:
     """Losses are those of plain PyTorch with moments that numpy rounds."""
     losses, norms = expected(case)
@@ -145,7 +149,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     return {name: reader.read(name) for name in reader.manifest.tensors}
 
 
-@pytest.mark.parametrize("moments", by_default(["bf16", "int8"], 1))
+@pytest.mark.parametrize("moments", [pytest.param("bf16", marks=pytest.mark.slow), "int8"])
 def test_checkpoints_keep_numbers_that_every_layout_and_precision_loads(moments: str, tmp_path: Path, ranks) -> None:
     """In another layout, to the bit; in fp32, the same numbers; from fp32, rounded by coordinates, and then kept."""
     first = case_of(moments, dp=2, tp=2, zero=2, model=LLAMA, precision="fp32")
@@ -202,7 +206,11 @@ def train_with_masters(rank: int, case: Case, away: bool) -> tuple[Outcome, dict
 
 @pytest.mark.second
 @pytest.mark.parametrize(
-    ("zero", "offload"), by_default([(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0), (1, 0.5), (3, 1.0)], 2, 4)
+    ("zero", "offload"),
+    [
+        *((0, 0.0), (3, 0.0), (1, 0.5), (3, 1.0)),
+        *(pytest.param(zero, 0.0, marks=pytest.mark.slow) for zero in (1, 2)),
+    ],
 )
 def test_split_master_weights_are_the_same_to_the_bit(zero: int, offload: float, ranks) -> None:
     """They take 2 bytes less than fp32 ones. Those in host memory, far from the compute weights, are not split."""

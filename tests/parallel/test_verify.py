@@ -32,10 +32,10 @@ def failed(verdict: Proof) -> list[str]:
 
 
 SAME = {
-    "pp 2, tp 2, zero 1": (f"{PP} 2 {TP} 2 --zero-stage 1 --packing best-fit {DROPOUT}", 8, ""),
+    "pp 2, zero 1": (f"{PP} 2 --zero-stage 1 --packing best-fit {DROPOUT}", 4, ""),
     "zero 3": (f"--zero-stage 3 --precision bf16 {DROPOUT}", 2, f"--zero-stage 1 {TP} 2"),
     "cp 2": (f"{CP} 2 --zero-stage 2 --reset-attention-mask --reset-position-ids --eod-mask-loss", 4, f"{CP} 1"),
-    "ep 2": (f"{MIXTURE} {EP} 2 --zero-stage 2 --global-batch-size 10", 4, f"{PP} 2 --expert-model-parallel-size 1"),
+    "ep 2": (f"{MIXTURE} {EP} 2 --zero-stage 2 --global-batch-size 10", 2, f"{PP} 2 --expert-model-parallel-size 1"),
     "muon": ("--optimizer muon --zero-stage 3 --global-batch-size 8 --ema-interval 9", 2, f"{TP} 2 --zero-stage 0"),
     "lion, sp, padding": (f"--optimizer lion {TP} 2 --sequence-parallel --recompute full --global-batch-size 7", 4, ""),
     "fp16, ramp-up, offload": (

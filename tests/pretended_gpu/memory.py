@@ -6,7 +6,6 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from megazero.engine.plan.program.operations import Op, name_of
 from tests.pretended_gpu.clocks import HOST, Clocks, Line, Tick
@@ -25,7 +24,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors of an argument or a result."""
     if isinstance(value, torch.Tensor):
         return [value]
-    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)] if isinstance(value, list | tuple) else []
+    if not isinstance(value, list | tuple):
+        return []
+    return [x for each in value for x in tensors_in(each)]
 
 
 class Operator(NamedTuple):
@@ -76,7 +77,11 @@ class Memory:
         self._shared: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def place(self, x: torch.Tensor) -> Place:
-        block = self._blocks.get(x.untyped_storage()._cdata)
+        return self.place_of(x.untyped_storage()._cdata)
+
+    def place_of(self, number: int) -> Place:
+        """Return the place of a storage; number: the address of torch's StorageImpl."""
+        block = self._blocks.get(number)
         return Place.HOST if block is None else block.place
 
     def on_device(self, x: torch.Tensor) -> bool:
@@ -141,7 +146,10 @@ class Memory:
             return
         size = x.element_size()
         low = x.storage_offset() * size
-        high = low + size * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)))
+        if x.is_contiguous():
+            high = low + size * x.numel()
+        else:
+            high = low + size * (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)))
         new = Access(low, high, writes, line, tick, operator)
         kept = []
         for old in block.accesses:

@@ -93,23 +93,24 @@ class Session:
         self.clocks.host_waits_for_line(self.streams.current.line)
 
 
-class Watching(TorchDispatchMode):
-    """Sees every operator."""
+class _Watching:
+    """The method of `Watching`. In a subclass of TorchDispatchMode, torch would wrap it, at a cost per operator."""
 
-    def __init__(self, session: Session) -> None:
-        super().__init__()
-        self.session = session
+    session: Session
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, session = kwargs or {}, self.session
         if session.paused:
             return func(*args, **kwargs)
-        with session.pausing():
+        session.paused = True
+        try:
             if func.namespace == "c10d":
                 given = dict(zip(_schema(func).arguments, args, strict=False)) | kwargs
                 session.communicators.issue(func, args, given.get("async_op", True), session.operator)
                 return func(*args, **kwargs)
             return self._carry_out(func, args, kwargs)
+        finally:
+            session.paused = False
 
     def _carry_out(self, func: Any, args: Any, kwargs: Any) -> Any:
         session, memory, name = self.session, self.session.memory, func.overloadpacket.__name__
@@ -121,13 +122,13 @@ class Watching(TorchDispatchMode):
         for argument, value in kwargs.items():
             (writes if argument in schema.written else reads).extend(tensors_in(value))
         inputs = reads + writes
-        places = [memory.place(x) for x in inputs]
+        known = [x.untyped_storage()._cdata for x in inputs]
+        places = [memory.place_of(number) for number in known]
         run = INSTEAD.get(func, func)
         out = run(*args, **kwargs)
         if all(place is Place.HOST for place in places):
             return out
         on_device, current = Place.DEVICE in places, session.streams.current.line
-        known = {x.untyped_storage()._cdata for x in inputs}
         new = [x for x in tensors_in(out) if x.untyped_storage()._cdata not in known]
         if on_device:
             for x in new:
@@ -153,6 +154,14 @@ class Watching(TorchDispatchMode):
                     f"{self.session.operator(name)} on {stream} has a tensor {list(x.shape)} in {place.value} next to "
                     "one on the device",
                 )
+
+
+class Watching(_Watching, TorchDispatchMode):
+    """Sees every operator."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
 
 
 class _Schema(NamedTuple):

@@ -8,7 +8,6 @@ Shapes: b micro-batch, s sequence, d rotated dims of a head.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -96,9 +95,8 @@ class Rotary:
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> RotaryTables:
         """Return the tables of positions 0 to length - 1."""
         if device.type == "meta":  # computed, they would have torch import its compiler: 3 CPU seconds and 150 MB
-            cosines, sines = ((length, 1, width) for width in (self.dim, self.dim // 2))
-            empty = functools.partial(torch.empty, dtype=dtype, device=device)
-            return RotaryTables(empty(cosines), empty(sines), self.interleaved)
+            cos, sin = (torch.empty(length, 1, d, dtype=dtype, device=device) for d in (self.dim, self.dim // 2))
+            return RotaryTables(cos, sin, self.interleaved)
         angles = torch.arange(length, device=device)[:, None, None].float() * self.frequencies(device)
         cos, sin = angles.cos().mul_(self.amplitude).to(dtype), angles.sin().mul_(self.amplitude).to(dtype)
         twice = cos.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat([cos, cos], dim=-1)

@@ -23,6 +23,7 @@ COLUMNS = (
     "step s, TFLOP/s, GB, tp, cp, pp, virtual, schedule, dp, ZeRO, shard, recompute, SP, Pa, micro, bubble, dp wait"
 )
 
+NODE_CPUS = 64  # which a node with GPUs has at least; SLURM refuses a job that asks for more CPUs than there are
 OF_PLANS = ("world-size", "device-type", "moe-plan-imbalance")  # flags with a value that runs refuse
 
 
@@ -113,7 +114,8 @@ def _launcher(layout: Layout, device: Device) -> str:
         return f"bash scripts/launch.sh --nproc {world}"
     nodes = next(n for n in range(-(-world // each), world + 1) if world % n == 0)  # every node starts as many ranks
     each = world // nodes
-    return f"sbatch --nodes={nodes} --ntasks-per-node={each} --gpus-per-node={each} scripts/slurm/pretrain.sbatch"
+    options = f"--nodes={nodes} --ntasks-per-node={each} --gpus-per-node={each} --cpus-per-task={NODE_CPUS // each}"
+    return f"sbatch {options} scripts/slurm/pretrain.sbatch"
 
 
 def _without_plan(argv: list[str]) -> list[str]:

@@ -33,7 +33,7 @@ def test_a_slurm_script_asks_for_the_ranks_of_its_preset(path: Path) -> None:
     asked = {key: int(number) for key, number in re.findall(r"^#SBATCH --([a-z-]+)=(\d+)$", text, re.MULTILINE)}
     preset = preset_of(path)
     assert asked["nodes"] * asked["ntasks-per-node"] == SHAPES[preset][0]
-    assert asked["gpus-per-node"] == asked["ntasks-per-node"]
+    assert asked["gpus-per-node"] == asked["ntasks-per-node"] == 64 / asked["cpus-per-task"]
     flags = re.search(r"pretrain\.sbatch (.*) \"\$@\"", text, re.DOTALL)[1].replace("\\\n", "").split()
     config = parse([*flags, "--save", "runs/a"])
     assert config.preset == preset and config.checkpoint.async_save and config.monitor.hang_timeout == 8

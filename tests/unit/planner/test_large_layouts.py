@@ -246,7 +246,7 @@ def test_messages_between_stages_share_a_nodes_cards() -> None:
 def test_a_job_of_several_nodes_is_started_by_sbatch() -> None:
     plan = made_plan([9] * 12, 24)
     assert search_command(plan, plan.config, ["--plan", "--world-size", "24", "--lr", "1"]) == (
-        "sbatch --nodes=3 --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm/pretrain.sbatch --lr 1"
+        "sbatch --nodes=3 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 scripts/slurm/pretrain.sbatch --lr 1"
     )
     plan = made_plan([9] * 12, 12)
     assert search_command(plan, plan.config, []).startswith("sbatch --nodes=2 ")

@@ -547,9 +547,9 @@ def test_a_search_keeps_the_flags_of_the_command_line(
         (1, "python pretrain_gpt.py"),
         (6, "bash scripts/launch.sh --nproc 6"),
         (8, "bash scripts/launch.sh --nproc 8"),
-        (24, "sbatch --nodes=3 --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm/pretrain.sbatch"),
-        (12, "sbatch --nodes=2 --ntasks-per-node=6 --gpus-per-node=6 scripts/slurm/pretrain.sbatch"),
-        (20, "sbatch --nodes=4 --ntasks-per-node=5 --gpus-per-node=5 scripts/slurm/pretrain.sbatch"),
+        (24, "sbatch --nodes=3 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 scripts/slurm/pretrain.sbatch"),
+        (12, "sbatch --nodes=2 --ntasks-per-node=6 --gpus-per-node=6 --cpus-per-task=10 scripts/slurm/pretrain.sbatch"),
+        (20, "sbatch --nodes=4 --ntasks-per-node=5 --gpus-per-node=5 --cpus-per-task=12 scripts/slurm/pretrain.sbatch"),
     ],
 )
 def test_the_command_of_a_search_starts_the_ranks_that_were_planned(world: int, starts: str) -> None:

@@ -105,7 +105,7 @@ def test_a_search_leaves_out_no_layout_that_fits() -> None:
     for more in OPTIONS:
         config = parse(f"{SHORT} --num-layers 6 {more} --global-batch-size 8".split())
         terms = ClosedTerms(config, 4, H100)
-        for c in draw.sample(list(candidates(config, 4, H100)), 6):
+        for c in draw.sample(list(candidates(config, 4, H100)), 4):
             try:
                 changed, layout = resolve(c.apply(config), 4, 0, declare)
             except ValueError:  # some options exclude some layouts

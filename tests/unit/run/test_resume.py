@@ -307,17 +307,22 @@ def content(root: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize(
+    ("idle", "first"),
+    [(True, 0), (False, 1), *(pytest.param(idle, int(idle), marks=pytest.mark.slow) for idle in (False, True))],
+)
 def test_a_frozen_process_of_an_earlier_generation_changes_nothing_later(
-    idle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    idle: bool, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is frozen before each change that a start, two saves and a pruning make, and runs on later.
 
     Until then the later generation has taken the lock; unless `idle`, it has also saved, and is in the next save.
+
+    first: number of the first change; every second one is tried.
     """
     monkeypatch.setenv(STARTED, "")
     monkeypatch.setenv("MEGAZERO_GENERATION", "")
-    frozen, number = True, 0
+    frozen, number = True, first
     while frozen:
         root = tmp_path / str(number)
         reader, writer = os.pipe()
@@ -366,7 +371,7 @@ def test_a_frozen_process_of_an_earlier_generation_changes_nothing_later(
                 os.close(pipe)
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        number += 1
+        number += 2
     assert number > 30
 
 

@@ -214,8 +214,7 @@ def test_modules_that_predict_further_ahead_are_those_of_transformers(
     check_losses_and_gradients(ours, losses, [1.0, 0.15, 0.15], parameters, tolerance=1e-10)
 
 
-@pytest.mark.second
-@pytest.mark.long
+@pytest.mark.slow  # the second ring plans a preset of each (tests/unit/flags/test_presets.py)
 @for_each("name", ARCHITECTURES)
 def test_a_family_is_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan of its default flags is printed, with its number of parameters."""

@@ -312,7 +312,14 @@ def draw(seed: int) -> tuple[Config, Layout]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 60), marks=pytest.mark.second)])
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(10),
+        pytest.param(range(10, 30), marks=pytest.mark.second),
+        pytest.param(range(30, 60), marks=pytest.mark.slow),
+    ],
+)
 def test_estimate_is_the_closed_formulas(seeds: range) -> None:
     """On the first rank of every stage. Sums of rounded-down terms: a byte per collective is forgiven.
 
