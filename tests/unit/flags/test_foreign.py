@@ -97,6 +97,7 @@ SAME = [
      "--train-tokens 20480 --global-batch-size 2 --seq-length 1024 --lr-warmup-iters 2"),
     ("--lr-warmup-samples 183105 --lr-decay-samples 126953125 --global-batch-size 1536",
      "--lr-warmup-iters 119 --lr-decay-iters 82652 --global-batch-size 1536"),
+    ("--lr-warmup-samples 0 --global-batch-size 8", "--lr-warmup-iters 0 --global-batch-size 8"),
     ("--exit-duration-in-mins 235", "--exit-duration-minutes 235"),
     ("--exit-duration-in-mins 1000000", "--exit-duration-minutes 1000000"),
     ("--exit-duration-in-mins 30000000", "--exit-duration-minutes 0"),
@@ -386,7 +387,8 @@ def test_the_rate_of_a_deepspeed_scheduler_is_the_learning_rate(tmp_path: Path) 
     scheduler = {"warmup_max_lr": 3e-4, "warmup_min_lr": 0, "warmup_type": "linear", "warmup_num_steps": 10}
     values = {"scheduler": {"type": "WarmupLR", "params": scheduler}}
     ours = parse("--lr 3e-4 --lr-warmup-iters 10".split())
-    for optimizer in ({}, {"optimizer": {"params": {"lr": 0.0003}}}, {"optimizer": {"params": {"lr": "auto"}}}):
+    for rate in (None, 0.0003, "auto", "3e-4", "0.00030"):
+        optimizer = {} if rate is None else {"optimizer": {"params": {"lr": rate}}}
         path.write_text(json.dumps(optimizer | values))
         assert parse(["--deepspeed", str(path)]) == ours
     assert parse(["--lr", "5", "--deepspeed", str(path)]).optimizer.lr == 5
