@@ -370,8 +370,8 @@ def test_a_deepspeed_file_is_flags(tmp_path: Path) -> None:
     path.write_text(json.dumps({"zero_optimization": {"offload_param": {"device": "cpu"}}, "xyzzy": 1}))
     with pytest.raises(ValueError, match=r"offload_param.device cpu: only none .*\nxyzzy 1: it has no"):
         parse(["--deepspeed_config", str(path)])
-    offload = {"offload_optimizer": {"device": "cpu", "ratio": 0.5, "pin_memory": True}}
-    path.write_text(json.dumps({"zero_optimization": offload}))
+    offload = {"_comment": "x", "offload_optimizer": {"_why": [1], "device": "cpu", "ratio": 0.5, "pin_memory": True}}
+    path.write_text(json.dumps({"_comment": {"of": "all"}, "zero_optimization": offload}))
     ours = parse(["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"])
     assert parse(["--deepspeed", str(path)]) == ours
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}

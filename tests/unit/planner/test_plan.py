@@ -19,6 +19,7 @@ from megazero.engine.plan.program.operations import Fetch, Forward, Gather, Star
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.cli import parse, read
+from megazero.flags.flag_names import with_values
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import Few, estimate, stage_bytes
 from megazero.planner.imbalance import update_imbalance
@@ -464,6 +465,8 @@ def test_less_recompute_is_offered_where_it_fits() -> None:
     plan = make_plan(config, layout, device)
     assert any("--recompute none fits too" in line for line in advice(plan))
     enough = device["memory.reserved"] + plan.stages[0].peak
+    on_host = with_values(config, {"checkpoint-in-cpu": True})  # which needs full recompute
+    assert not any("fits too" in line for line in advice(plan._replace(config=on_host)))
     tight = replace(device, constants=device.constants | {"memory.capacity": Constant(enough, enough, enough, "")})
     assert not any("fits too" in line for line in advice(plan._replace(device=tight)))
 

@@ -199,7 +199,9 @@ def test_costs_of_all_units_before_are_made_up_for() -> None:
         flats = {}
         for number in range(12):
             side = 20 if number % 2 else 4
-            flats[f"{number}"] = flat_layout([FlatParam("a", 4096, True, pieces=1, matrices=Matrices(1, side, 64))], size)
+            flats[f"{number}"] = flat_layout(
+                [FlatParam("a", 4096, True, pieces=1, matrices=Matrices(1, side, 64))], size
+            )
         dealt = deal_matrices(flats, size)
         costs = [sum(flats[name].cost(ranges[rank]) for name, ranges in dealt.items()) for rank in range(size)]
         assert max(costs) - min(costs) <= 20 * 20 * 64, costs
