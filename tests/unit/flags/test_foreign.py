@@ -374,6 +374,9 @@ def test_a_deepspeed_file_is_flags(tmp_path: Path) -> None:
     path.write_text(json.dumps({"_comment": {"of": "all"}, "zero_optimization": offload}))
     ours = parse(["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"])
     assert parse(["--deepspeed", str(path)]) == ours
+    for kind, line in (("Adam", "adamw"), ("AdamW", "adamw"), ("Lion", "lion"), ("Muon", "muon --muon-scale keller")):
+        path.write_text(json.dumps({"optimizer": {"type": kind, "params": {"lr": 0.02}}}))
+        assert parse(["--deepspeed", str(path)]) == parse(f"--lr 0.02 --optimizer {line}".split()), kind
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}
     path.write_text(json.dumps({"zero_optimization": offload}))
     ours_in_files = parse(["--optimizer-cpu-offload", "--optimizer-nvme-offload", "/local"])
