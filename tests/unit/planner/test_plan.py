@@ -228,6 +228,26 @@ def test_a_step_of_zero_1_by_hand() -> None:
     assert quick.parts["optimizer"] == pytest.approx(36 * psi / 4 / 1e12, rel=0.01)
 
 
+@pytest.mark.second
+@for_each("flags", ["--checkpoint-in-cpu", "--contiguous-checkpointing", "--partition-activations"])
+def test_copies_of_kept_inputs_take_time(flags: str) -> None:
+    """A whole input on the device is kept without a copy."""
+    for more in ("", flags):
+        line = f"{SMALL} --tensor-model-parallel-size 2 --recompute full {more}"
+        found = step_parts(StepPrograms(*resolve(parse(line.split()), 2, 0, declare)), simple())
+        assert bool(found.parts["copies"]) == bool(more), more
+
+
+def test_ranks_that_compute_on_a_node_slow_each_other_down() -> None:
+    """Ranks of other nodes do not, and a node is not always full. Nodes of 4 here."""
+    device = replace(simple(), curves=Curves(contention=((1.0, 1.0), (5.0, 3.0))))
+    config = parse(SMALL.split())
+    for world, slower in ((1, 1.0), (3, 2.0), (4, 2.5), (64, 2.5)):
+        changed, layout = resolve(config, world, 0, declare)
+        costs = StepCosts(changed, layout, rank_spec(changed, layout, 0, declare), device)
+        assert costs.roofline.slower == pytest.approx(slower), world
+
+
 @for_each("schedule, chunks, bubble", [("1f1b", 1, 3 / 8), ("interleaved", 2, 3 / 16), ("gpipe", 1, 3 / 8)])
 def test_the_bubble_is_the_schedules(schedule: str, chunks: int, bubble: float) -> None:
     """(p - 1) / (m v) of the busiest rank's time, where embedding and head are next to nothing; all parts add up."""
