@@ -173,7 +173,7 @@ def test_a_search_leaves_out_no_layout_that_fits() -> None:
 def test_the_bound_of_memory_is_one_at_the_borders_of_a_schedule(
     schedule: str, length: int, batches: tuple[int, ...]
 ) -> None:
-    """With fewer micro-batches than stages, as many, and the fewest whose gradients add up while activations are held.
+    """Batches are fewer than stages, as many, or the fewest whose gradients add up while activations are held.
 
     Weights are so large that gradients which are not held yet exceed the estimate; and of long samples, so does a
     micro-batch more.

@@ -608,7 +608,7 @@ def test_a_state_of_another_form_is_refused(change: dict[str, Any], words: str) 
 
 
 def test_a_batch_with_a_sample_that_is_left_out_is_left_out() -> None:
-    """Of each place of a batch of 4 and of the samples: the run continues after the last of these, or does not skip."""
+    """The run continues after the last sample that is left out, wherever these and a batch of 4 begin."""
     batches = parse("--global-batch-size 4".split())
     for start, stop, next_one in itertools.product(range(8), range(1, 10), range(8)):
         if start >= stop:
