@@ -160,6 +160,7 @@ def test_a_search_leaves_out_no_layout_that_fits() -> None:
             assert ClosedTerms(config, 4, just).fits(c), (more, c)
 
 
+@pytest.mark.second
 @for_each(
     "schedule, length, batches",
     [
