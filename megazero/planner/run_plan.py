@@ -209,10 +209,7 @@ def _what_fits(plan: Plan) -> str:
 
 def _with_less_recompute(plan: Plan) -> str:
     """Return a sentence if there is memory for less recompute, else an empty text."""
-    activations = plan.config.activations
-    if activations.checkpoint_in_cpu:
-        return ""
-    for kind in RECOMPUTE[: RECOMPUTE.index(activations.recompute)]:
+    for kind in RECOMPUTE[: RECOMPUTE.index(plan.config.activations.recompute)]:
         values = {"recompute": kind, "partition-activations": False, "contiguous-checkpointing": False}
         changed = with_values(plan.config, values)
         if allowed(changed, plan.layout) and (peak := _peak(plan, changed)) <= plan.usable:

@@ -218,7 +218,7 @@ def _file_keys(item: Item) -> list[Item]:
     return [
         Item(key, kebab(f"file.{key}"), (value,))
         for key, value in leaves.items()
-        if value != "auto" and not key.startswith(("_", *disabled))
+        if value != "auto" and "._" not in f".{key}" and not key.startswith(disabled)
     ]
 
 

@@ -235,8 +235,8 @@ class ClosedTerms:
                 held += live * sum(n * saved[kind].whole for kind, n in chunk.items())
         if c.recompute == "full":
             held += min(each.without_input for each in saved.values())
-        # later forwards, which hold as much, follow the first backward of each chunk
-        steady = m >= 3 * c.pp if c.chunks > 1 else m > c.pp
+        # later forwards, which hold as much, follow the first backward of each chunk, but none does under gpipe
+        steady = c.schedule != "gpipe" and (m >= 3 * c.pp if c.chunks > 1 else m > c.pp)
         return rest + (accumulated + held if steady else max(gradients, held))
 
     def seconds(self, c: Candidate) -> float:

@@ -193,7 +193,7 @@ class StepCosts:
         kept, activations = self.sizes.kept, self.config.activations
         if isinstance(op, Fetch):
             return kept / self.device["host.bandwidth"]
-        copies = op.slot is not None or activations.partition_activations or activations.checkpoint_in_cpu
+        copies = op.slot is not None or activations.partition_activations  # those in host memory have a slot
         # copies to the host overlap with computation
         return self.roofline.memory("copy_", 2 * kept) if copies else 0.0
 

@@ -16,6 +16,8 @@ from torch.distributed.elastic.multiprocessing.api import RunProcsResult, Signal
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megazero.cluster import agent_notes as notes
+from megazero.cluster.elastic.same_command import absolute_save, first_difference
+from tests.helpers.table import for_each
 
 A, B, C = "abc"
 
@@ -212,3 +214,31 @@ def test_the_first_meeting_waits_longer_for_more_nodes(elastic: Any) -> None:
         limits.meeting = SimpleNamespace(state=SimpleNamespace(round=number))
         calls.append(limits.last_call.total_seconds())
     assert calls == [20, 2, 2] and limits.join == timedelta(minutes=5)
+
+
+@for_each(
+    "words", ["--save runs/a --load x", "--save=runs/a", "--save b --lr 1 --save=./runs/a/", "--save runs/b/../a"]
+)
+def test_nodes_in_other_folders_have_one_save_folder(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each spelling of the flag; the last one counts. Other words stay as they are."""
+    monkeypatch.chdir(tmp_path)
+    found, save = absolute_save(words.split())
+    assert save == f"{tmp_path}/runs/a" and absolute_save(found) == (found, save)
+    assert len(found) == len(words.split()) and ("--load" not in words or found[-2:] == ["--load", "x"])
+    monkeypatch.chdir("/")
+    assert absolute_save(found) == (found, save)
+    assert absolute_save(["--save-interval", "runs/a"]) == (["--save-interval", "runs/a"], "")
+
+
+def test_commands_of_two_nodes_are_compared_with_their_flags() -> None:
+    """Megatron-style lists of words, a flag with =, and a command that ends earlier."""
+    ours = "--data-path 1 a 2 b --lr=1 --bf16".split()
+    for words, here, there in (
+        ("--data-path 1 a 3 b --lr=1 --bf16", "--data-path 1 a 2", "--data-path 1 a 3"),
+        ("--data-path 1 a 2 b --lr=2 --bf16", "--lr=1", "--lr=2"),
+        ("--data-path 1 a 2 b --lr=1", "--bf16", "no further flag"),
+    ):
+        assert first_difference(ours, words.split()) == (here, there)
+        assert first_difference(words.split(), ours) == (there, here)

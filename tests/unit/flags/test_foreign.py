@@ -97,6 +97,7 @@ SAME = [
      "--train-tokens 20480 --global-batch-size 2 --seq-length 1024 --lr-warmup-iters 2"),
     ("--lr-warmup-samples 183105 --lr-decay-samples 126953125 --global-batch-size 1536",
      "--lr-warmup-iters 119 --lr-decay-iters 82652 --global-batch-size 1536"),
+    ("--lr-warmup-samples 0 --global-batch-size 8", "--lr-warmup-iters 0 --global-batch-size 8"),
     ("--exit-duration-in-mins 235", "--exit-duration-minutes 235"),
     ("--exit-duration-in-mins 1000000", "--exit-duration-minutes 1000000"),
     ("--exit-duration-in-mins 30000000", "--exit-duration-minutes 0"),
@@ -369,10 +370,13 @@ def test_a_deepspeed_file_is_flags(tmp_path: Path) -> None:
     path.write_text(json.dumps({"zero_optimization": {"offload_param": {"device": "cpu"}}, "xyzzy": 1}))
     with pytest.raises(ValueError, match=r"offload_param.device cpu: only none .*\nxyzzy 1: it has no"):
         parse(["--deepspeed_config", str(path)])
-    offload = {"offload_optimizer": {"device": "cpu", "ratio": 0.5, "pin_memory": True}}
-    path.write_text(json.dumps({"zero_optimization": offload}))
+    offload = {"_comment": "x", "offload_optimizer": {"_why": [1], "device": "cpu", "ratio": 0.5, "pin_memory": True}}
+    path.write_text(json.dumps({"_comment": {"of": "all"}, "zero_optimization": offload}))
     ours = parse(["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"])
     assert parse(["--deepspeed", str(path)]) == ours
+    for kind, line in (("Adam", "adamw"), ("AdamW", "adamw"), ("Lion", "lion"), ("Muon", "muon --muon-scale keller")):
+        path.write_text(json.dumps({"optimizer": {"type": kind, "params": {"lr": 0.02}}}))
+        assert parse(["--deepspeed", str(path)]) == parse(f"--lr 0.02 --optimizer {line}".split()), kind
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": "/local"}}
     path.write_text(json.dumps({"zero_optimization": offload}))
     ours_in_files = parse(["--optimizer-cpu-offload", "--optimizer-nvme-offload", "/local"])
@@ -386,7 +390,8 @@ def test_the_rate_of_a_deepspeed_scheduler_is_the_learning_rate(tmp_path: Path) 
     scheduler = {"warmup_max_lr": 3e-4, "warmup_min_lr": 0, "warmup_type": "linear", "warmup_num_steps": 10}
     values = {"scheduler": {"type": "WarmupLR", "params": scheduler}}
     ours = parse("--lr 3e-4 --lr-warmup-iters 10".split())
-    for optimizer in ({}, {"optimizer": {"params": {"lr": 0.0003}}}, {"optimizer": {"params": {"lr": "auto"}}}):
+    for rate in (None, 0.0003, "auto", "3e-4", "0.00030"):
+        optimizer = {} if rate is None else {"optimizer": {"params": {"lr": rate}}}
         path.write_text(json.dumps(optimizer | values))
         assert parse(["--deepspeed", str(path)]) == ours
     assert parse(["--lr", "5", "--deepspeed", str(path)]).optimizer.lr == 5

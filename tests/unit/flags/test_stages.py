@@ -96,6 +96,12 @@ WRONG = {
 }
 
 
+def test_samples_up_to_a_border_may_be_left_out(tmp_path: Path) -> None:
+    """The first and the last batches of a stage, and samples beyond all borders."""
+    for samples in ("0:4", "30:40", "40:44", "41:60", "60:64", "61:100"):
+        assert len(read_stages(config_of(tmp_path / "s.toml", TWO, f"--skip-samples {samples}"))) == 3, samples
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_one_sentence(name: str, tmp_path: Path) -> None:
     text, more, said = WRONG[name]

@@ -301,16 +301,17 @@ def test_a_page_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
         live.write({})
 
 
-@pytest.mark.second
 def test_a_long_file_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every third iteration, and each with a validation or experts' choices; hours and tokens are those of all."""
+    """Every third iteration, and each with a value that few have; hours and tokens are those of all."""
     records = [record(i) | ({"validation_loss": 1.0} if i == 100 else {}) for i in range(1, 301)]
-    records[199]["moe_choices"] = {"0": [1, 2]}
+    rare = "moe_choices", "samples", "pause_seconds", "task_acc", "task_bits_per_byte"
+    for number, key in enumerate(rare):
+        records[199 - 3 * number][key] = {"x": [1, 2]} if key == "moe_choices" else {"x": 1.0}
     folder = write_run(tmp_path / "run", records)
     whole = read_run(folder)
     monkeypatch.setattr(reading, "MAX_BYTES", (folder / "metrics.jsonl").stat().st_size // 2 - 1)
     part = read_run(folder)
-    assert (part.stride, len(part.records)) == (3, 102) and list(curve(part, "validation_loss").x) == [100]
+    assert (part.stride, len(part.records)) == (3, 101 + len(rare)) and list(curve(part, "validation_loss").x) == [100]
     for axis in ("iteration", "tokens", "hours"):
         assert part.axes[axis][-1] == pytest.approx(whole.axes[axis][-1], rel=1e-12)
     assert whole.axes["tokens"][-1] == 300 * 1024 and whole.axes["hours"][-1] == 150 / 3600

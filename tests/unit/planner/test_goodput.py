@@ -4,6 +4,7 @@ import json
 import math
 import random
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,7 @@ def test_ways_of_a_job() -> None:
     large = parse(
         f"{FLAGS} --num-layers 40 --hidden-size 4096 --ffn-hidden-size 16384 --num-attention-heads 32".split()
     )
-    for devices in (8, 512):
+    for devices in (1, 8, 512):
         disk, memory = ways(large, device, devices, 50_000)
         each, mtbf = checkpoint_bytes(large) / devices, 50_000 * 3600 / devices
         assert disk.save == pytest.approx(each / 1.2e8) and memory.save == pytest.approx(
@@ -143,6 +144,8 @@ def test_ways_of_a_job() -> None:
         )
         assert disk.interval == pytest.approx(math.sqrt(2 * disk.save * mtbf))
         assert disk.restart == pytest.approx(60 + disk.save) and memory.restart < disk.restart
+        sent = each * min(devices, 8) / (device["cluster.bandwidth"] * device["cluster.fraction"])
+        assert memory.restart == pytest.approx(60 + sent + memory.save)  # the ranks of a node share its cards
         assert memory.interval < disk.interval and memory.goodput < 1
         assert (disk.goodput < memory.goodput) is (devices > 8)  # the only node of 8 takes both copies with it
         both = 100 if devices > 8 else 1  # one failure in n takes both copies
@@ -152,6 +155,9 @@ def test_ways_of_a_job() -> None:
     quick, _ = ways(background, device, 8, 50_000)
     slow, _ = ways(config, device, 8, 50_000)
     assert quick.save < slow.save and quick.restart == slow.restart
+    # a save ends before the next one begins, however often devices fail
+    busy, _ = ways(replace(large, checkpoint=background.checkpoint), device, 512, 0.5)
+    assert busy.interval == pytest.approx(checkpoint_bytes(large) / 512 / 1.2e8) and busy.save < busy.interval
 
 
 def test_it_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

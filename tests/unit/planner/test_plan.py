@@ -19,6 +19,7 @@ from megazero.engine.plan.program.operations import Fetch, Forward, Gather, Star
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.cli import parse, read
+from megazero.flags.flag_names import with_values
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import Few, estimate, stage_bytes
 from megazero.planner.imbalance import update_imbalance
@@ -225,6 +226,26 @@ def test_a_step_of_zero_1_by_hand() -> None:
     assert found.parts["dp"] == pytest.approx(found.seconds, rel=0.01)
     quick = step_parts(steps, simple(node_bandwidth=1e15))
     assert quick.parts["optimizer"] == pytest.approx(36 * psi / 4 / 1e12, rel=0.01)
+
+
+@pytest.mark.second
+@for_each("flags", ["--checkpoint-in-cpu", "--contiguous-checkpointing", "--partition-activations"])
+def test_copies_of_kept_inputs_take_time(flags: str) -> None:
+    """A whole input on the device is kept without a copy."""
+    for more in ("", flags):
+        line = f"{SMALL} --tensor-model-parallel-size 2 --recompute full {more}"
+        found = step_parts(StepPrograms(*resolve(parse(line.split()), 2, 0, declare)), simple())
+        assert bool(found.parts["copies"]) == bool(more), more
+
+
+def test_ranks_that_compute_on_a_node_slow_each_other_down() -> None:
+    """Ranks of other nodes do not, and a node is not always full. Nodes of 4 here."""
+    device = replace(simple(), curves=Curves(contention=((1.0, 1.0), (5.0, 3.0))))
+    config = parse(SMALL.split())
+    for world, slower in ((1, 1.0), (3, 2.0), (4, 2.5), (64, 2.5)):
+        changed, layout = resolve(config, world, 0, declare)
+        costs = StepCosts(changed, layout, rank_spec(changed, layout, 0, declare), device)
+        assert costs.roofline.slower == pytest.approx(slower), world
 
 
 @for_each("schedule, chunks, bubble", [("1f1b", 1, 3 / 8), ("interleaved", 2, 3 / 16), ("gpipe", 1, 3 / 8)])
@@ -464,6 +485,8 @@ def test_less_recompute_is_offered_where_it_fits() -> None:
     plan = make_plan(config, layout, device)
     assert any("--recompute none fits too" in line for line in advice(plan))
     enough = device["memory.reserved"] + plan.stages[0].peak
+    on_host = with_values(config, {"checkpoint-in-cpu": True})  # which needs full recompute
+    assert not any("fits too" in line for line in advice(plan._replace(config=on_host)))
     tight = replace(device, constants=device.constants | {"memory.capacity": Constant(enough, enough, enough, "")})
     assert not any("fits too" in line for line in advice(plan._replace(device=tight)))
 

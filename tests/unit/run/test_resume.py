@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -11,7 +12,8 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -31,8 +33,9 @@ from megazero.flags.validate import check_values
 from megazero.run.changes import changed_options
 from megazero.run.exports import guard_exports
 from megazero.run.resume import check_data, find_checkpoint, takes_memory
-from megazero.run.run_state import RunState, is_hugging_face
+from megazero.run.run_state import Progress, RunState, is_hugging_face
 from megazero.run.stopping import stopped_words
+from megazero.run.trainer import Trainer
 from megazero.world import STARTED
 from tests.helpers.table import for_each
 
@@ -607,6 +610,19 @@ def test_a_prediction_writes_to_log_dir_alone() -> None:
 def test_a_state_of_another_form_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RunState.parse(STATE.to_json() | change)
+
+
+def test_a_batch_with_a_sample_that_is_left_out_is_left_out() -> None:
+    """The run continues after the last sample that is left out, wherever these and a batch of 4 begin."""
+    batches = parse("--global-batch-size 4".split())
+    for start, stop, next_one in itertools.product(range(8), range(1, 10), range(8)):
+        if start >= stop:
+            continue
+        progress = Progress(consumed_samples=next_one)
+        trainer = SimpleNamespace(config=batches, left_out=range(start, stop), progress=progress)
+        Trainer.skip_samples(cast(Trainer, trainer))
+        skips = bool({*trainer.left_out} & {*range(next_one, next_one + 4)})
+        assert progress.consumed_samples == (stop if skips else next_one), (start, stop, next_one)
 
 
 def test_a_state_of_an_earlier_version_is_read() -> None:

@@ -6,17 +6,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megazero.engine.model.stage import declare
 from megazero.flags.batch_ramp import batch_sizes
+from megazero.flags.cli import parse
 from megazero.flags.presets import preset_names
+from megazero.flags.resolve import resolve
 from megazero.planner.layouts import layout_words
 from megazero.verify.command import main
 from megazero.verify.compare import Difference, row
+from megazero.verify.planned import UNBALANCED, unplanned
 from megazero.verify.shrink import MOST_RANKS, small_layout
 from megazero.verify.training import TensorPart, joined
 from megazero.verify.verification import Wanted, make_runs
 from tests.helpers.rings import by_default
+from tests.helpers.table import for_each
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
+ETP = "--expert-tensor-parallel-size"
 
 
 def shrunk(flags: str, world: int = 0, then: str = ""):
@@ -99,6 +105,29 @@ def test_a_resume_may_have_another_number_of_ranks() -> None:
     runs, _, _ = shrunk("--zero-stage 1 --vocab-size 999", 4, then=f"--world-size 6 {PP} 3 --micro-batch-size 2")
     assert runs.layout[1].world_size == 4
     assert runs.then[1].world_size == 6 and runs.then[0].training.micro_batch_size == 2
+
+
+@for_each(
+    "flags, world, even",
+    [
+        ("--moe-router-topk 2", 2, True),  # no rank sends tokens
+        ("--moe-router-topk 2 --expert-model-parallel-size 2", 2, False),
+        ("--moe-router-topk 4 --expert-model-parallel-size 2", 2, True),
+        (f"--moe-router-topk 4 --expert-model-parallel-size 2 {CP} 2 --seq-length 33", 4, False),
+        ("--moe-router-topk 2 --moe-expert-capacity-factor 0.5", 2, False),
+        ("--moe-router-topk 4 --moe-expert-capacity-factor 0.5", 2, True),
+        (f"--moe-router-topk 4 --moe-expert-capacity-factor 0.5 {CP} 2", 2, False),
+        (f"--moe-router-topk 4 --moe-expert-capacity-factor 0.5 {TP} 2 --sequence-parallel", 2, True),
+        (f"--moe-router-topk 4 --moe-expert-capacity-factor 0.5 {TP} 2 --sequence-parallel {ETP} 1", 2, False),
+    ],
+)
+def test_bytes_are_planned_where_no_load_decides_them(flags: str, world: int, even: bool) -> None:
+    """Drops leave ranks unequal loads where the tokens of a sample are on several of them."""
+    model = "--architecture mixtral --num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2"
+    line = f"{model} --num-experts 4 --vocab-size 64 --seq-length 32 {flags}"
+    config, layout = resolve(parse(line.split()), world, 0, declare)
+    assert unplanned(config, layout, on_gpu=False) == (() if even else UNBALANCED)
+    assert set(unplanned(config, layout, on_gpu=True)) == {"peak", *(() if even else UNBALANCED)}
 
 
 BAD = {

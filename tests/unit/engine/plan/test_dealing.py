@@ -129,6 +129,15 @@ def test_work_of_other_samples_is_made_up_for() -> None:
     assert together < min(alone) / 3
 
 
+def test_work_of_all_samples_before_is_made_up_for() -> None:
+    """Not that of the last one alone. In the samples, other ranks are idle."""
+    samples = [[0, *range(700, 2048, 64)], [*range(0, 1200, 64), 1200], [0, *range(300, 2048, 64)], [0, 1024]]
+    loads = [0] * 8
+    for documents, found in zip(samples, deal_samples(2048, 8, samples), strict=True):
+        assert found == deal(2048, 8, documents, loads=loads)
+        loads = [a + b for a, b in zip(loads, found.work, strict=True)]
+
+
 def test_imbalance_is_the_share_of_time_that_others_wait() -> None:
     assert imbalance([4, 2, 3]) == pytest.approx(1 / 3)
     assert imbalance([5, 5]) == 0

@@ -193,5 +193,19 @@ def test_costly_ranges_go_to_the_ranks_with_the_least_cost() -> None:
     assert [vector.cost(r) for r in dealt] == [5 * 5 * 128, 3 * 3 * 128, 0]
 
 
+def test_costs_of_all_units_before_are_made_up_for() -> None:
+    """Large and small units in turn: no two ranks differ by more than the costliest range."""
+    for size in (2, 3, 5):
+        flats = {}
+        for number in range(12):
+            side = 20 if number % 2 else 4
+            flats[f"{number}"] = flat_layout(
+                [FlatParam("a", 4096, True, pieces=1, matrices=Matrices(1, side, 64))], size
+            )
+        dealt = deal_matrices(flats, size)
+        costs = [sum(flats[name].cost(ranges[rank]) for name, ranges in dealt.items()) for rank in range(size)]
+        assert max(costs) - min(costs) <= 20 * 20 * 64, costs
+
+
 def test_round_up() -> None:
     assert [round_up(n, 64) for n in (0, 1, 63, 64, 65)] == [0, 64, 64, 64, 128]
