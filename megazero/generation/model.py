@@ -16,7 +16,8 @@ from megazero.engine.model.context_parallel.dealt import Ranges, num_tokens
 from megazero.engine.model.layers.context import DTYPES, Context, MicroBatchInfo, ResidualStream
 from megazero.engine.model.layers.weight import Weight
 from megazero.engine.model.stage import Stage, declare
-from megazero.engine.options.schema import LEAST_CHUNK, ModelConfig
+from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.schema import LEAST_CHUNK
 from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.step.expert_loads import Routers
 from megazero.generation.generate import NewTokens

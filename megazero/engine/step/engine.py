@@ -17,7 +17,7 @@ from megazero.engine.model.layers.context import Context
 from megazero.engine.model.stage import Stage, block_numbers, declare
 from megazero.engine.optim.step import StepParams
 from megazero.engine.options.batch_sizes import micro_batches
-from megazero.engine.options.schema import DataConfig, StepConfig
+from megazero.engine.options.schema import DocumentOptions, StepConfig
 from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
@@ -142,7 +142,7 @@ class Engine:
         """
         self.begin()
         step = self.program(self.config.parallel.pipeline_schedule, len(batches))
-        uploaded = self._upload(batches, training=True)
+        uploaded = self._upload(batches, training=True, documents=self.config.documents)
         scale = self.scale.value if self.scale else 1.0
         # Note [the divisor in fp16]: gradients that are divided by the millions of targets of a global batch underflow
         # in fp16. So they are divided by the targets of an average micro-batch, and their sum by `parts`, the number of
@@ -273,25 +273,25 @@ class Engine:
 
     @torch.no_grad()
     def forward(
-        self, batches: Sequence[MicroBatch], head: Compute | None = None, data: DataConfig | None = None
+        self, batches: Sequence[MicroBatch], head: Compute | None = None, documents: DocumentOptions | None = None
     ) -> tuple[dict[int, torch.Tensor], Uploaded]:
         """Run the program of an evaluation.
 
         Args:
             head: replaces the model's head; returns a vector for a micro-batch.
-            data: flags of documents that replace the run's.
+            documents: options that replace the run's.
 
         Returns:
             micro-batch -> its losses, or the result of `head`; empty except on the last stage; and the micro-batches.
         """
-        uploaded = self._upload(batches, training=False, data=data)
+        uploaded = self._upload(batches, training=False, documents=documents or self.config.documents)
         return self._run(self.program(EVALUATION, len(batches)), uploaded, head=head), uploaded
 
-    def _upload(self, batches: Sequence[MicroBatch], training: bool, data: DataConfig | None = None) -> Uploaded:
+    def _upload(self, batches: Sequence[MicroBatch], training: bool, documents: DocumentOptions) -> Uploaded:
         return upload_step(
             batches,
             stream=self.model.stream,
-            data=data or self.config.data,
+            documents=documents,
             device=self.mesh.device,
             dealer=self.dealer,
             training=training,

@@ -12,7 +12,7 @@ import torch
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.experts.router import Router
 from megazero.engine.model.stage import Stage
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 from megazero.engine.plan.layout.layers import ROUTER_SUMS
 
 

@@ -25,7 +25,7 @@ from megazero.engine.model.layers.context import Context, MicroBatchInfo
 from megazero.engine.model.layers.linear import Residual
 from megazero.engine.model.layers.norm import Norm
 from megazero.engine.model.layers.weight import GradWriter, WeightedModule, handle_of
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 
 Tensors = tuple[torch.Tensor, ...]
 

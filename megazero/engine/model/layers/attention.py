@@ -47,7 +47,7 @@ from megazero.engine.model.layers.linear import (
 from megazero.engine.model.layers.norm import NORMS, Norm
 from megazero.engine.model.layers.sinks import Sinks
 from megazero.engine.model.scores import PLAIN, Scores
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megazero.engine.kernels.eager import wide
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.norm import Norm
 from megazero.engine.model.layers.weight import WeightedModule
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -43,7 +43,7 @@ from megazero.engine.model.layers.linear import (
 )
 from megazero.engine.model.layers.norm import Norm, RMSNorm
 from megazero.engine.model.layers.weight import handle_of
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 
 LATENT_EPSILON = 1e-6  # of the norms of latents with any --norm-epsilon, as in published models
 

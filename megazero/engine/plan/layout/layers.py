@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from megazero.engine.options.schema import ActivationConfig, ModelConfig
+from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.schema import ActivationConfig
 from megazero.engine.plan.layout.parameters import ParamSpec, unit_of
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.schedule.schedules import Costs

@@ -165,7 +165,9 @@ def check_losses_and_gradients(
     batch = MicroBatch(ids, labels, torch.ones(3, model.seq_length), (0, 1, 2))
     targets = torch.tensor([3.0 * (model.seq_length - depth) for depth in range(len(losses))], dtype=torch.float64)
     seeds = torch.tensor(factors, dtype=torch.float64) / targets
-    summed = ours._run(ours.program("1f1b", 1), ours._upload([batch], training=True), seeds)
+    summed = ours._run(
+        ours.program("1f1b", 1), ours._upload([batch], training=True, documents=ours.config.documents), seeds
+    )
     found = summed[0].view(len(losses), -1).sum(1) / targets
     assert all(abs(a - b) < tolerance * b for a, b in zip(found, losses, strict=True))
     names = {weight.spec.name: weight for unit in ours.model.units.values() for weight in unit}
