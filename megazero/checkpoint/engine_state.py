@@ -13,7 +13,7 @@ from megazero.engine.optim.small import Kept, Wide
 from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.step.engine import Engine
 from megazero.engine.zero.flat_unit import OwnedPart
-from megazero.engine.zero.optimizer_shard import OptimizerShard, RuledPart, cut
+from megazero.engine.zero.optimizer_shard import LOWER, OptimizerShard, RuledPart, cut
 
 
 class EngineState:
@@ -106,5 +106,5 @@ def _load(unit: OptimizerShard, part: OwnedPart, shards: Mapping[str, LocalShard
             continue
         for piece in cut(place):
             values = shard.data[piece.start - place.start : piece.stop - place.start].to(unit.device, unit.dtype)
-            bits = ruled.bits_at_load(piece, updates) if ruled else None
+            bits = ruled.noise.bits(piece, updates) & LOWER if ruled and ruled.noise else None
             numbers.write(piece.slice(), values, bits)

@@ -7,7 +7,7 @@ Field docstrings are the help text. Nothing rewrites a config: `resolve` makes t
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from megazero.engine.options.limits import Bounds, Iterations, Minutes, Positive
+from megazero.engine.options.limits import Bounds, Iterations, Positive
 from megazero.engine.options.model_options import ModelConfig as ModelConfig
 from megazero.engine.options.optimizers import BYTES as BYTES
 from megazero.engine.options.schema import ActivationConfig as ActivationConfig
@@ -16,6 +16,9 @@ from megazero.engine.options.schema import OptimizerConfig as OptimizerConfig
 from megazero.engine.options.schema import ParallelConfig as ParallelConfig
 from megazero.engine.options.schema import TrainingConfig as TrainingConfig
 from megazero.engine.options.schema import ZeroConfig as ZeroConfig
+
+MOST_MINUTES = 10**6
+Minutes = Annotated[float, Bounds(0, MOST_MINUTES, "that is two years")]
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,9 @@ class InferenceModel:
         for weights in self.stage.units.values():
             for weight in weights:
                 weight.data, shards[f"model.{weight.spec.name}"] = self._memory(weight)
-        checkpoint.load(path, shards, mesh.host_group, partial=True)
+        checkpoint.load(path, shards, mesh.host.group, partial=True)
         if model.moe_router_enable_expert_bias:
-            biases = checkpoint.read_state(path, mesh.host_group)["expert_biases"]
+            biases = checkpoint.read_state(path, mesh.host.group)["expert_biases"]
             Routers.of(model, self.stage, mesh.device).load_state_dict(biases)
 
     def _memory(self, weight: Weight) -> tuple[torch.Tensor, LocalShard]:
@@ -72,9 +72,8 @@ class InferenceModel:
         ]
         ids = torch.tensor([one.ids[i] for one, part in zip(new, own, strict=True) for run in part for i in run])
         x = self._hidden(ids[None].to(device), self._tokens(new, own, cache))
-        if not self.mesh.pp.is_last:
+        if self.stage.head is None:
             return None
-        assert self.stage.head is not None
         last = x[torch.tensor([num_tokens(part) for part in own], device=device).cumsum(0) - 1]
         if any(deals):  # one rank has the last token of a dealt sequence, all have that of another
             here = [
@@ -150,7 +149,7 @@ class InferenceModel:
             received = torch.empty(ids.numel(), self.model.hidden_size, dtype=self.dtype, device=self.mesh.device)
             pp.start_recv(received, -1, lane=0, tag=0).wait()
         x = hidden_states(self.stage, ids, tokens, received)
-        if not pp.is_last:
+        if self.stage.head is None:
             pp.start_send(x, 1, lane=0, tag=0).wait()
         return x
 

@@ -79,7 +79,7 @@ def train_and_save(rank: int, case: Case, folder: Path) -> Found:
     engine = new_engine(rank, case)
     found = steps(engine, case, 0, STOP)
     engine.wait()
-    checkpoint.save(folder, STOP, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host_group)
+    checkpoint.save(folder, STOP, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host.group)
     return found
 
 
@@ -87,7 +87,7 @@ def resume(rank: int, case: Case, path: Path) -> Found:
     engine = new_engine(rank, case)
     engine.wait()
     shards = EngineState(engine).shards()
-    checkpoint.load(path, shards, engine.mesh.host_group)
+    checkpoint.load(path, shards, engine.mesh.host.group)
     EngineState(engine).load(checkpoint.read_state(path), shards)
     return steps(engine, case, STOP, END)
 

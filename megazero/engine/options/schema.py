@@ -321,7 +321,3 @@ class StepConfig:
     def micro_batches(self, dp: int) -> int:
         """Micro-batches of an iteration of the full global batch on each rank."""
         return micro_batches(self.training.global_batch_size, self.training.micro_batch_size, dp)
-
-    def padding(self, dp: int) -> int:
-        """Samples of padding that `dp` replicas compute besides the full global batch."""
-        return self.micro_batches(dp) * self.training.micro_batch_size * dp - self.training.global_batch_size

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 
 from megazero.engine.options.architectures import ARCHITECTURES, LLAMA
-from megazero.engine.options.limits import MOST_LAYERS, MOST_MINUTES
+from megazero.engine.options.limits import MOST_LAYERS
+from megazero.flags.config import MOST_MINUTES
 from megazero.flags.corpus_flags import is_number
 from megazero.flags.flag_names import flags
 from megazero.flags.foreign.flag import FALSE, ForeignFlag, Refused, layer_letters, read_number, whole_number

@@ -13,7 +13,7 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple, Self
 
 import torch
@@ -357,7 +357,8 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
         recorder = Recorder()
         gradients = _Gradients(grad_dtype, add, at_once, recorder.differences)
         traced = Traced(kind, device, recorder, gradients)
-        tables = dict(traced.context.table_bytes)
+        made = traced.context.tables.items()
+        tables: dict[Hashable, int] = {key: allocation.num_bytes for key, (_, allocation) in made}
         saved, x = _SavedStorages(), traced.input()
         with recorder:
             with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda holder: holder.tensor):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megazero.flags.batch_ramp import batch_sizes
+from megazero.flags.batch_ramp import batch_sizes, padding_samples
 from megazero.flags.presets import preset_names
 from megazero.planner.layouts import layout_words
 from megazero.verify.command import main
@@ -82,7 +82,7 @@ def test_ratios_of_a_batch_stay() -> None:
     flags = f"--micro-batch-size 4 --global-batch-size 1002 --rampup-batch-size 2 100 5000 {frozen}"
     runs, before, real = shrunk(f"{flags} --vocab-size 50257", 16)
     after, layout = runs.layout
-    assert before.padding(real.dp) and after.padding(layout.dp)
+    assert padding_samples(before, real.dp) and padding_samples(after, layout.dp)
     start, increment, _ = after.training.rampup_batch_size
     assert start < batch_sizes(after).full and (batch_sizes(after).full - start) % increment == 0
     assert after.training.freeze_parameters == ("token_embedding.*", "blocks.0.*", "blocks.1.*")
