@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megazero import checkpoint
+from megazero.checkpoint.engine_state import load_biases
 from megazero.checkpoint.shards import LocalShard
 from megazero.data.task_requests import Pair
 from megazero.engine.kernels.dropout import Rows
@@ -19,7 +20,7 @@ from megazero.engine.model.stage import Stage, declare
 from megazero.engine.options.model_options import ModelConfig
 from megazero.engine.options.schema import LEAST_CHUNK
 from megazero.engine.plan.layout.flat_layout import Range
-from megazero.engine.step.expert_loads import Routers
+from megazero.engine.step.routers import Routers
 from megazero.generation.generate import NewTokens
 from megazero.generation.kv_cache import KVCache
 from megazero.generation.target_scores import target_scores
@@ -48,7 +49,7 @@ class InferenceModel:
         checkpoint.load(path, shards, mesh.host.group, partial=True)
         if model.moe_router_enable_expert_bias:
             biases = checkpoint.read_state(path, mesh.host.group)["expert_biases"]
-            Routers.of(model, self.stage, mesh.device).load_state_dict(biases)
+            load_biases(Routers.of(model, self.stage, mesh.device), biases)
 
     def _memory(self, weight: Weight) -> tuple[torch.Tensor, LocalShard]:
         """Return the memory of a weight, and the shard that fills it. The vocabulary's padding stays zero."""

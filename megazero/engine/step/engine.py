@@ -23,10 +23,10 @@ from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.plan.schedule.schedules import EVALUATION
 from megazero.engine.step.batch import Dealer, MicroBatch, Uploaded, sum_by_corpus, upload_step
-from megazero.engine.step.expert_loads import Routers
 from megazero.engine.step.interpreter import ActivationSpec, Compute, Interpreter
 from megazero.engine.step.optimization import LossScale, clip_factor, learning_rate
 from megazero.engine.step.results import Computed, StepResult
+from megazero.engine.step.routers import Routers
 from megazero.engine.zero.flat_unit import ZeroOptions
 from megazero.engine.zero.zero import Zero
 
@@ -172,7 +172,8 @@ class Engine:
             gradient_bytes=gradient_bytes,
             imbalance=uploaded.imbalance,
             loss_by_corpus=found.means if self.num_corpora > 1 else (),
-            experts=self.routers.read(found.routed, found.targets),
+            targets=found.targets,
+            routed=found.routed,
             mtp_losses=found.mtp_losses,
         )
 
