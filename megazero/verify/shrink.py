@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.layout.layers import Layers
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.architecture_flags import flags_of
 from megazero.flags.batch_ramp import padding_samples
 from megazero.flags.config import (
     CheckpointConfig,
@@ -190,7 +190,7 @@ class Model(NamedTuple):
         width = min(model.head_dim, (BLOCKED_WIDTH if self.blocked else WIDTH) * self.size)
         if model.multi_latent_attention:
             return width
-        rotates = "rotary-base" in ARCHITECTURES[model.architecture].options
+        rotates = "rotary-base" in flags_of(model.architecture).options
         while rotates and width < model.head_dim and (rotated := int(width * model.rotary_percent)) % 2 + (rotated < 2):
             width += 1
         return width

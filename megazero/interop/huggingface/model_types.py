@@ -288,8 +288,8 @@ class HuggingFaceModel:
 
     def differences(self, model: ModelConfig) -> list[str]:
         """Return the fields of `model` that this family cannot have."""
-        mine = ARCHITECTURES[self.architecture]
-        found = ["architecture"] if ARCHITECTURES[model.architecture].structure != mine.structure else []
+        same = ARCHITECTURES[model.architecture] == ARCHITECTURES[self.architecture]
+        found = [] if same else ["architecture"]
         free = {*self.options, *OF_TRAINING, "untie_embeddings"}.union(*(each.expressed for each in self.conversions))
         model = canonical(model)
         if "num_experts" in free and not model.num_experts:

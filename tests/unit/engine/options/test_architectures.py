@@ -9,6 +9,7 @@ import pytest
 from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.engine.plan.layout.parameters import unit_layout
+from megazero.flags.architecture_flags import ARCHITECTURE_FLAGS, flags_of
 from megazero.flags.cli import parse
 from megazero.flags.config import ActivationConfig, ModelConfig
 from megazero.flags.flag_names import flags, to_toml
@@ -46,7 +47,7 @@ def test_qwen3_is_llama_with_norms_of_queries_and_keys() -> None:
     assert parse(["--architecture", "qwen3", "--no-qk-layernorm"]).model == replace(qwen3, qk_layernorm=False)
 
 
-@for_each("architecture", [name for name, row in ARCHITECTURES.items() if "multi-latent-attention" not in row.defaults])
+@for_each("architecture", [name for name in ARCHITECTURES if "multi-latent-attention" not in flags_of(name).defaults])
 def test_heads_have_a_width_of_their_own(architecture: str) -> None:
     """It need not divide the hidden size, and nothing else changes."""
     model = parse(f"--architecture {architecture} --hidden-size 60 --num-attention-heads 8 --kv-channels 24".split())
@@ -150,7 +151,8 @@ def test_latent_heads_that_flash_attention_lacks_are_refused() -> None:
 
 
 def test_options_of_architectures_are_flags_of_the_model() -> None:
-    for entry in ARCHITECTURES.values():
+    assert ARCHITECTURE_FLAGS.keys() <= ARCHITECTURES.keys()
+    for entry in ARCHITECTURE_FLAGS.values():
         assert all(flags()[option][0] == "model" for option in entry.options)
 
 
