@@ -80,7 +80,7 @@ def layer_sizes(
 
 def trace_block(config: Config, layout: Layout, device_type: str, name: str = "") -> LayerSizes:
     """Trace a block whose weights all train. name: of the first block of its kind; empty: the model's first block."""
-    name = name or declare(config.model, layout.tp).first_block.name
+    name = name or declare(config.model, layout.tp).blocks[0]
     layer = PlannedLayer(name, (), Use.LAYER, trains=True, passes_gradient=True, kind=name)
     return trace(config, layout, layer, specs={}, device_type=device_type).sizes
 

@@ -107,10 +107,6 @@ class Layers:
         return tuple(name for name, kind in self.kinds.items() if kind.end is None)
 
     @functools.cached_property
-    def first_block(self) -> LayerKind:
-        return self.kinds[self.blocks[0]]
-
-    @functools.cached_property
     def block_flops(self) -> dict[str, tuple[int, int]]:
         """Block -> FLOPs per token of its forward: of its matrices, and of its attention."""
         kinds = {kind.name: kind for kind in self.kinds.values()}
