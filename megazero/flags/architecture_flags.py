@@ -1,4 +1,4 @@
-"""Flags of architectures: those that the layers of one read, and its defaults. A table beside that of their traits."""
+"""Flags of architectures: those that their layers read, and their defaults. Next to it, the engine has their traits."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
