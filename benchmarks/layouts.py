@@ -21,6 +21,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.predict import mock_batches
+from megazero.checkpoint.messages import wait_for_all
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.step.engine import Engine
@@ -67,10 +68,10 @@ def run(rank: int, ranks: int, layouts: list[str], steps: int) -> list[list[floa
         engine, seconds = Engine(config, mesh), list[float]()
         batches = mock_batches(config, layout, rank)
         for step in range(steps + 1):
-            mesh.barrier()
+            wait_for_all(mesh)
             start = time.perf_counter()
             engine.train_step(step + 1, batches)
-            mesh.barrier()
+            wait_for_all(mesh)
             seconds.append(time.perf_counter() - start)
         engine.wait()
         found.append(seconds[1:])

@@ -20,6 +20,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import device
+from megazero.checkpoint.messages import wait_for_all
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
@@ -87,7 +88,7 @@ def run(rank: int, ranks: int, flags: str, steps: int) -> list[tuple[float, floa
         engine.train_step(n + 1, batches)
         seconds.append((time.perf_counter() - start, time.thread_time() - computing))
     engine.wait()  # ZeRO 1 and 2 leave weights in flight: see Note [messages in flight]
-    mesh.barrier()
+    wait_for_all(mesh)
     return seconds[2:]
 
 

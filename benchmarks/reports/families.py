@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.reports.blocks import markdown
 from megazero.engine.options.architectures import ARCHITECTURES, ArchitectureTraits
+from megazero.flags.architecture_flags import flags_of
 from megazero.flags.flag_names import as_flag
 from megazero.flags.presets import preset_names, preset_values
 from megazero.interop.huggingface.configuration import LACKING
@@ -18,6 +19,7 @@ from megazero.interop.huggingface.families import MODELS
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results" / "families.md"
 FILES = ("tensor_names.py", "gpt_families.py", "families.py")  # of MODELS and its constants
+TABLES = {"engine/options/architectures.py": "ARCHITECTURES", "flags/architecture_flags.py": "ARCHITECTURE_FLAGS"}
 HEAD = """# Families
 Made by `python -m benchmarks.reports.families`. A family is a row of `ARCHITECTURES` in
 [`megazero/engine/options/architectures.py`](../../megazero/engine/options/architectures.py) and, if transformers
@@ -105,14 +107,17 @@ def definitions(tree: ast.Module) -> dict[str, ast.stmt]:
 
 
 def architectures() -> Source:
-    """Read the table of traits."""
-    known = definitions(ast.parse((ROOT / "megazero/engine/options/architectures.py").read_text(encoding="utf-8")))
-    table = known.pop("ARCHITECTURES")
-    assert isinstance(table, ast.Assign) and isinstance(table.value, ast.Dict)
-    rows, lines = {}, {}
-    for name, key, row in zip(ARCHITECTURES, table.value.keys, table.value.values, strict=True):
-        assert key is not None
-        rows[name], lines[name] = [row], lines_of(key, row)
+    """Read the tables of traits and flags."""
+    rows: dict[str, list[ast.expr]] = {name: [] for name in ARCHITECTURES}
+    lines, known = dict.fromkeys(ARCHITECTURES, 0), dict[str, ast.stmt]()
+    for file, variable in TABLES.items():
+        known |= definitions(ast.parse((ROOT / "megazero" / file).read_text(encoding="utf-8")))
+        table = known.pop(variable)
+        assert isinstance(table, ast.Assign) and isinstance(table.value, ast.Dict)
+        for key, row in zip(table.value.keys, table.value.values, strict=True):
+            assert isinstance(key, ast.Constant)
+            rows[key.value].append(row)
+            lines[key.value] += lines_of(key, row)
     return Source(rows, lines, known)
 
 
@@ -167,7 +172,7 @@ def page() -> Iterator[str]:
     rows = []
     for name, entry in ARCHITECTURES.items():
         classes = [f"`{m.model_type}`, {m.model_class}" for m in MODELS.values() if m.architecture == name]
-        flags = [f"`{flag_of(*default)}`" for default in entry.defaults.items()]
+        flags = [f"`{flag_of(*default)}`" for default in flags_of(name).defaults.items()]
         lines = f"{traits[0][name]} + {theirs[0][name]}"
         rows.append(
             [f"`{name}`", "; ".join(classes), structure(entry), ", ".join(flags), ", ".join(presets[name]), lines]
@@ -175,8 +180,9 @@ def page() -> Iterator[str]:
     columns = ["architecture", "`model_type` and class of transformers", "structure", "defaults", "presets"]
     yield markdown([*columns, "lines"], rows)
     yield f"""
-Lines: of its row in `engine/options/architectures.py`, and of its rows in `interop/huggingface/families.py`, each with
-the constants and functions that it alone uses. Several families share {traits[1]} and {theirs[1]} more.
+Lines: of its rows in `engine/options/architectures.py`, in `flags/architecture_flags.py` and in
+`interop/huggingface/families.py`, each with the constants and functions that it alone uses. Several families share
+{traits[1]} and {theirs[1]} more.
 """
     yield REFUSED
     reasons: dict[str, list[str]] = {}

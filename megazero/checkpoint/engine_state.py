@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,8 +12,9 @@ from megazero.checkpoint.shards import LocalShard
 from megazero.engine.optim.small import Kept, Wide
 from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.step.engine import Engine
+from megazero.engine.step.routers import Routers
 from megazero.engine.zero.flat_unit import OwnedPart
-from megazero.engine.zero.optimizer_shard import OptimizerShard, RuledPart, cut
+from megazero.engine.zero.optimizer_shard import LOWER, OptimizerShard, RuledPart, cut
 
 
 class EngineState:
@@ -42,7 +43,7 @@ class EngineState:
         """Return the state besides `shards`, the same on all ranks."""
         engine = self.engine
         scale = asdict(engine.scale) if engine.scale else None
-        biases = engine.routers.state_dict(engine.mesh)
+        biases = _biases(engine)
         return {"updates": engine.updates, "loss_scale": scale, "expert_biases": biases, "averages": engine.averages}
 
     def load(self, state: dict[str, Any], shards: Mapping[str, LocalShard]) -> None:
@@ -54,7 +55,7 @@ class EngineState:
         engine.zero.sync_params()
         engine.updates = state["updates"]
         engine.averages = state["averages"]
-        engine.routers.load_state_dict(state["expert_biases"])
+        load_biases(engine.routers, state["expert_biases"])
         if engine.scale and state["loss_scale"]:
             known = state["loss_scale"]
             engine.scale = replace(engine.scale, **{key: known[key] for key in ("value", "left", "good")})
@@ -64,6 +65,23 @@ class EngineState:
         for unit in self.engine.zero.units.values():
             for part in unit.flat.owned_parts():
                 yield unit.at_rest, part
+
+
+def load_biases(routers: Routers, state: Mapping[str, Sequence[float]]) -> None:
+    """Read the biases of a checkpoint; those of a run without biases are 0."""
+    if routers.biases is not None:
+        none = [0.0] * routers.model.num_experts
+        rows = [state.get(str(number), none) for number in routers.model.expert_layers]
+        routers.biases.copy_(torch.tensor(rows, dtype=torch.float64))
+
+
+def _biases(engine: Engine) -> dict[str, list[float]]:
+    """Return the biases of routers by number of their layer."""
+    biases, model = engine.routers.biases, engine.config.model
+    if biases is None:
+        return {}
+    values, experts = engine.mesh.read(biases.flatten()), model.num_experts
+    return {str(n): values[at * experts : (at + 1) * experts] for at, n in enumerate(model.expert_layers)}
 
 
 def states_of(unit: OptimizerShard, part: OwnedPart) -> dict[str, torch.Tensor]:
@@ -106,5 +124,5 @@ def _load(unit: OptimizerShard, part: OwnedPart, shards: Mapping[str, LocalShard
             continue
         for piece in cut(place):
             values = shard.data[piece.start - place.start : piece.stop - place.start].to(unit.device, unit.dtype)
-            bits = ruled.bits_at_load(piece, updates) if ruled else None
+            bits = ruled.noise.bits(piece, updates) & LOWER if ruled and ruled.noise else None
             numbers.write(piece.slice(), values, bits)

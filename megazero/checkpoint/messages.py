@@ -75,7 +75,14 @@ def gather_bytes(data: bytes, group: Group) -> Iterator[bytes]:
 def gather_over_mesh(data: bytes, mesh: Mesh) -> Iterator[bytes]:
     """Yield as `gather_bytes`, over all ranks of a mesh. PeerLost if one of them fails."""
     with mesh.world.peer_errors("gathering bytes on rank 0"):
-        yield from gather_bytes(data, mesh.host_group)
+        yield from gather_bytes(data, mesh.host.group)
+
+
+def wait_for_all(mesh: Mesh) -> None:
+    """Wait until every rank of a mesh calls this. PeerLost if one of them fails."""
+    if mesh.host.group is not None:
+        with mesh.world.peer_errors("barrier over all ranks"):
+            dist.barrier(mesh.host.group)
 
 
 def scatter_bytes(parts: Sequence[bytes], group: Group) -> bytes:

@@ -18,7 +18,7 @@ from megazero.cluster import agent_notes
 from megazero.cluster.listening import LOOPBACK
 from megazero.cluster.meeting import meet
 from megazero.engine.mesh.peer_errors import peer_errors
-from megazero.engine.options.step_options import Precision
+from megazero.engine.options.schema import Precision
 from megazero.environment import check_allocator_settings
 from megazero.host import has_nvidia
 from megazero.log import log

@@ -9,7 +9,7 @@ from megazero.checkpoint import AgreedFailure
 from megazero.cluster import failures, launch
 from megazero.engine.mesh.peer_errors import PeerLost
 from megazero.engine.step.engine import LossScaleExhausted
-from megazero.engine.zero.state_file import StatesLost
+from megazero.engine.zero.off_device import StatesLost
 from megazero.flags.cli import Command
 from megazero.log import log
 from megazero.optional import missing_package

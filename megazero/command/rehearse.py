@@ -3,7 +3,7 @@
 from megazero.cluster import launch
 from megazero.command.rehearsal.rehearsal import RehearsalDevice
 from megazero.command.rehearsal.rehearsal_report import pretended_world, run_rehearsal
-from megazero.engine.options.step_options import Precision
+from megazero.engine.options.schema import Precision
 from megazero.flags.cli import Command
 from megazero.flags.config import Config
 from megazero.flags.gpu_defaults import gpu_defaults

@@ -86,10 +86,10 @@ def free_memory(mesh: Mesh) -> None:
 
 def next_sample(config: Config, mesh: Mesh) -> int:
     """Return the sample at which the run continues from the newest checkpoint on the disk; 0 at the beginning."""
-    path = find_checkpoint(config, mesh.host_group)
+    path = find_checkpoint(config, mesh.host.group)
     if path is None or is_hugging_face(path) or (config.checkpoint.finetune and config.trains):
         return 0
-    return RunState.read(path, mesh.host_group).consumed_samples
+    return RunState.read(path, mesh.host.group).consumed_samples
 
 
 def continuing(prepared: Prepared) -> Prepared:
@@ -144,9 +144,9 @@ def take_folder(prepared: Prepared, mesh: Mesh) -> SaveLock | None:
     config, (world, *_), lock = prepared.checked.config, prepared.ranks, None
     if config.checkpoint.save:
         patience = LOCK_SECONDS if config.parallel.elastic else 0.0
-        lock = checkpoint.lock(Path(config.checkpoint.save), mesh.host_group, patience)
+        lock = checkpoint.lock(Path(config.checkpoint.save), mesh.host.group, patience)
     if prepared.choice.table is not None:
-        relayout.complete(prepared.choice.table, world.rank, world.size, mesh.host_group)
+        relayout.complete(prepared.choice.table, world.rank, world.size, mesh.host.group)
     return lock
 
 

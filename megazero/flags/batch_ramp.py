@@ -45,3 +45,8 @@ class BatchSizes:
 def batch_sizes(config: Config) -> BatchSizes:
     """Return the global batch of each iteration."""
     return BatchSizes(config.training.global_batch_size, *config.training.rampup_batch_size)
+
+
+def padding_samples(config: Config, dp: int) -> int:
+    """Return the samples of padding that `dp` replicas compute besides the full global batch."""
+    return config.micro_batches(dp) * config.training.micro_batch_size * dp - config.training.global_batch_size

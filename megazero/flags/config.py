@@ -7,16 +7,59 @@ Field docstrings are the help text. Nothing rewrites a config: `resolve` makes t
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from megazero.engine.options.limits import Bounds, Iterations, Minutes, Positive
+from megazero.engine.options.limits import Bounds, Iterations, Positive
 from megazero.engine.options.model_options import ModelConfig as ModelConfig
 from megazero.engine.options.optimizers import BYTES as BYTES
-from megazero.engine.options.schema import StepConfig
-from megazero.engine.options.step_options import ActivationConfig as ActivationConfig
-from megazero.engine.options.step_options import DataConfig as DataConfig
-from megazero.engine.options.step_options import OptimizerConfig as OptimizerConfig
-from megazero.engine.options.step_options import ParallelConfig as ParallelConfig
-from megazero.engine.options.step_options import TrainingConfig as TrainingConfig
-from megazero.engine.options.step_options import ZeroConfig as ZeroConfig
+from megazero.engine.options.schema import ActivationConfig as ActivationConfig
+from megazero.engine.options.schema import DocumentOptions, StepConfig
+from megazero.engine.options.schema import OptimizerConfig as OptimizerConfig
+from megazero.engine.options.schema import ParallelConfig as ParallelConfig
+from megazero.engine.options.schema import TrainingConfig as TrainingConfig
+from megazero.engine.options.schema import ZeroConfig as ZeroConfig
+
+MOST_MINUTES = 10**6
+Minutes = Annotated[float, Bounds(0, MOST_MINUTES, "that is two years")]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Corpora, tokenizer and reading."""
+
+    data_path: tuple[str, ...] = ()
+    """A corpus: the PREFIX of PREFIX.bin and PREFIX.idx. Or several: PREFIX1 PREFIX2 ... blends them in proportion to
+    their tokens, W1 PREFIX1 W2 PREFIX2 ... by weights."""
+    data_args_path: str = ""
+    """Text file with the words of --data-path, for many corpora. # starts a comment."""
+    split: str = "969,30,1"
+    """Shares of training, validation and test data."""
+    split_by: Literal["auto", "documents", "tokens"] = "auto"
+    """Division of a corpus by --split: documents keeps documents whole, as Megatron-LM does; tokens may cut inside
+    them. auto: documents, unless training, validation or test would get none."""
+    packing: Literal["split", "best-fit"] = "split"
+    """Documents in samples: split cuts their stream at every sample. best-fit puts whole documents together, and cuts
+    those alone that are longer than a sample; it implies --reset-attention-mask and --reset-position-ids."""
+    tokenizer: str = ""
+    """File or folder of a tokenizer: tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, or a tiktoken
+    FILE with FILE.json. gpt2:DIR, sentencepiece:FILE and tiktoken:FILE name the kind, which is recognised without.
+    byte: one token per byte. Empty: the tokenizer of the corpus, which PREFIX.json names."""
+    eod_mask_loss: bool = False
+    """Exclude from the loss the first token after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Limit attention to the tokens of the same document."""
+    reset_position_ids: bool = False
+    """Restart positions at 0 after each end-of-document token."""
+    mock_data: bool = False
+    """Train on made-up tokens instead of --data-path, to try a layout. Most tokens follow from the one before, so that
+    the loss falls (docs/run.md). Needs --vocab-size or --tokenizer."""
+    skip_samples: str = ""
+    """A:B leaves out samples A to B - 1. To pass a loss spike, load an earlier checkpoint and skip the samples of the
+    spike, by their consumed_samples in metrics.jsonl."""
+    data_stages: str = ""
+    """TOML file of stages: each [[stage]] has from-sample, the first sample from which it holds, and the flags that
+    differ from the command's: the corpora, --seq-length, batch sizes, the learning rate and its decay. Needs --save. A
+    corpus that stays continues where it was."""
+    num_workers: Annotated[int, Bounds(0, 64, "one thread per rank is ahead of any step")] = 1
+    """Threads per rank that read batches ahead. 0: read in the training thread."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +229,7 @@ class Config(StepConfig):
     Example: python pretrain_gpt.py --preset tiny --data-path PREFIX --tokenizer byte --save runs/a --log-dir runs/a
     """
 
+    data: DataConfig = field(default_factory=DataConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
@@ -204,3 +248,7 @@ class Config(StepConfig):
     @property
     def trains(self) -> bool:
         return not self.evaluation.eval_only
+
+    @property
+    def documents(self) -> DocumentOptions:
+        return DocumentOptions(self.data.reset_attention_mask, self.data.reset_position_ids)

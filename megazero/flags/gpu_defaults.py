@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from megazero.engine.options.step_options import Precision
+from megazero.engine.options.schema import Precision
 from megazero.flags.config import Config
 
 WARMUP_SHARE, MOST_WARMUP = 100, 2000  # a hundredth of the iterations, and at most 2000, warm up

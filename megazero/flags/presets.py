@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.files import read_small
+from megazero.flags.architecture_flags import flags_of
 from megazero.flags.config import Config
 from megazero.flags.flag_names import flags, with_values
 from megazero.flags.foreign.flag_table import retired
@@ -41,8 +41,8 @@ def preset_values(name: str) -> dict[str, Any]:
 
 def over_defaults(values: Mapping[str, Any], architecture: str = "") -> Config:
     """Return the configuration of flags over the defaults of an architecture, by default that which they name."""
-    entry = ARCHITECTURES.get(architecture or values.get("architecture", ""))
-    return with_values(Config(), {**(entry.defaults if entry else {}), **values})
+    defaults = flags_of(architecture or values.get("architecture", "")).defaults
+    return with_values(Config(), {**defaults, **values})
 
 
 def read_preset(name: str) -> Preset:

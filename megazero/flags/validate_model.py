@@ -4,6 +4,7 @@ import math
 import re
 
 from megazero.engine.options.architectures import ARCHITECTURES, ArchitectureTraits
+from megazero.flags.architecture_flags import LATENT, ROTARY, flags_of
 from megazero.flags.config import Config, ModelConfig
 from megazero.flags.flag_names import as_flag, flags, value_of
 from megazero.flags.limit_checks import divisors, shorten
@@ -98,14 +99,14 @@ def _check_predictions(model: ModelConfig) -> None:
 def _check_experts(config: Config) -> None:
     """Refuse flags of experts without experts, and experts in blocks that have no place for them."""
     model = config.model
-    experts, top, traits = model.num_experts, model.moe_router_topk, model.traits
+    experts, top, defaults = model.num_experts, model.moe_router_topk, flags_of(model.architecture).defaults
     if not experts:
         for name in (name for name in flags() if name.startswith("moe-")):
             value, default = value_of(config, name), flags()[name].default
-            if value not in (default, traits.defaults.get(name, default)):
+            if value not in (default, defaults.get(name, default)):
                 raise ValueError(f"{as_flag(name, value)} needs --num-experts E; add it, or drop --{name}")
         return
-    if not _takes_experts(traits):
+    if not _takes_experts(model.traits):
         others = ", ".join(name for name, other in ARCHITECTURES.items() if _takes_experts(other))
         raise ValueError(
             f"--num-experts {experts} with --architecture {model.architecture}: experts have no biases, and follow the "
@@ -121,7 +122,7 @@ def _check_experts(config: Config) -> None:
     _check_expert_layers(model)
     _check_groups(model)
     if model.moe_shared_expert_gate and not (
-        model.moe_shared_expert_intermediate_size or "moe-shared-expert-gate" in traits.defaults
+        model.moe_shared_expert_intermediate_size or "moe-shared-expert-gate" in defaults
     ):
         raise ValueError(
             "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size W; add it, or drop "
@@ -148,11 +149,11 @@ def _check_expert_layers(model: ModelConfig) -> None:
 
 def _check_architecture(model: ModelConfig) -> None:
     """Refuse options that only other architectures have."""
-    known = ARCHITECTURES[model.architecture].options
-    for name in sorted({option for traits in ARCHITECTURES.values() for option in traits.options} - set(known)):
+    known = flags_of(model.architecture).options
+    for name in sorted({*ROTARY, *LATENT} - set(known)):
         value = getattr(model, name.replace("-", "_"))
         if value != flags()[name].default:
-            others = ", ".join(other for other, traits in ARCHITECTURES.items() if name in traits.options)
+            others = ", ".join(other for other in ARCHITECTURES if name in flags_of(other).options)
             raise ValueError(
                 f"--architecture {model.architecture} has no {as_flag(name, value)}; use one of {others}, or drop it"
             )
@@ -172,7 +173,7 @@ def _check_architecture(model: ModelConfig) -> None:
     scaled = model.rope_scaling_type == "yarn" and model.rope_scaling_factor > 1
     for name in ("beta-fast", "mscale", "mscale-all-dim", "yarn-correction-range-round-to-int"):
         value = getattr(model, name.replace("-", "_"))
-        if not scaled and value not in (flags()[name].default, model.traits.defaults.get(name)):
+        if not scaled and value not in (flags()[name].default, flags_of(model.architecture).defaults.get(name)):
             raise ValueError(
                 f"{as_flag(name, value)} has no effect without --rope-scaling-type yarn and a --rope-scaling-factor "
                 "above 1; add them, or drop it"
@@ -183,13 +184,13 @@ def _check_architecture(model: ModelConfig) -> None:
 
 def _check_latents(config: Config) -> None:
     """Refuse flags of heads that latent attention has not, and its own flags without it."""
-    model, traits = config.model, config.model.traits
+    model, defaults = config.model, flags_of(config.model.architecture).defaults
     known, having = flags(), model.multi_latent_attention
     of_latents = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
     of_others = ("num-query-groups", "kv-channels", "add-qkv-bias", "qk-layernorm", "rotary-percent")
     way_out = "drop it" if having else "add --multi-latent-attention, or drop it"
     for name in of_others if having else of_latents:
-        if (value := value_of(config, name)) not in (known[name].default, traits.defaults.get(name)):
+        if (value := value_of(config, name)) not in (known[name].default, defaults.get(name)):
             condition = "with" if having else "without"
             raise ValueError(f"{as_flag(name, value)} has no effect {condition} --multi-latent-attention; {way_out}")
     if not having:
@@ -257,7 +258,7 @@ def _check_layer_pattern(model: ModelConfig) -> None:
         raise ValueError(
             f"--window-size {window} needs a layer L in --layer-pattern {shorten(pattern)}; add one, or drop the window"
         )
-    if "N" in pattern and "rotary-base" not in ARCHITECTURES[model.architecture].options:
+    if "N" in pattern and "rotary-base" not in flags_of(model.architecture).options:
         raise ValueError(
             f"--layer-pattern {shorten(pattern)}: --architecture {model.architecture} has no rotary positions, which N "
             "leaves out; use G"

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megazero import checkpoint
+from megazero.checkpoint.engine_state import load_biases
 from megazero.checkpoint.shards import LocalShard
 from megazero.data.task_requests import Pair
 from megazero.engine.kernels.dropout import Rows
@@ -16,9 +17,10 @@ from megazero.engine.model.context_parallel.dealt import Ranges, num_tokens
 from megazero.engine.model.layers.context import DTYPES, Context, MicroBatchInfo, ResidualStream
 from megazero.engine.model.layers.weight import Weight
 from megazero.engine.model.stage import Stage, declare
-from megazero.engine.options.schema import LEAST_CHUNK, ModelConfig
+from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.schema import LEAST_CHUNK
 from megazero.engine.plan.layout.flat_layout import Range
-from megazero.engine.step.expert_loads import Routers
+from megazero.engine.step.routers import Routers
 from megazero.generation.generate import NewTokens
 from megazero.generation.kv_cache import KVCache
 from megazero.generation.target_scores import target_scores
@@ -44,10 +46,10 @@ class InferenceModel:
         for weights in self.stage.units.values():
             for weight in weights:
                 weight.data, shards[f"model.{weight.spec.name}"] = self._memory(weight)
-        checkpoint.load(path, shards, mesh.host_group, partial=True)
+        checkpoint.load(path, shards, mesh.host.group, partial=True)
         if model.moe_router_enable_expert_bias:
-            biases = checkpoint.read_state(path, mesh.host_group)["expert_biases"]
-            Routers.of(model, self.stage, mesh.device).load_state_dict(biases)
+            biases = checkpoint.read_state(path, mesh.host.group)["expert_biases"]
+            load_biases(Routers.of(model, self.stage, mesh.device), biases)
 
     def _memory(self, weight: Weight) -> tuple[torch.Tensor, LocalShard]:
         """Return the memory of a weight, and the shard that fills it. The vocabulary's padding stays zero."""
@@ -71,9 +73,8 @@ class InferenceModel:
         ]
         ids = torch.tensor([one.ids[i] for one, part in zip(new, own, strict=True) for run in part for i in run])
         x = self._hidden(ids[None].to(device), self._tokens(new, own, cache))
-        if not self.mesh.pp.is_last:
+        if self.stage.head is None:
             return None
-        assert self.stage.head is not None
         last = x[torch.tensor([num_tokens(part) for part in own], device=device).cumsum(0) - 1]
         if any(deals):  # one rank has the last token of a dealt sequence, all have that of another
             here = [
@@ -149,7 +150,7 @@ class InferenceModel:
             received = torch.empty(ids.numel(), self.model.hidden_size, dtype=self.dtype, device=self.mesh.device)
             pp.start_recv(received, -1, lane=0, tag=0).wait()
         x = hidden_states(self.stage, ids, tokens, received)
-        if not pp.is_last:
+        if self.stage.head is None:
             pp.start_send(x, 1, lane=0, tag=0).wait()
         return x
 

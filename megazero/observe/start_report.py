@@ -24,6 +24,7 @@ from megazero.log import log
 from megazero.planner.bytes.bytes_report import bytes_table, expert_words, padding_warning, padding_words, queue_line
 from megazero.planner.bytes.estimate import KINDS, StageBytes, stage_bytes
 from megazero.planner.imbalance import causal_imbalance, update_imbalance
+from megazero.planner.layouts import stage_copies
 from megazero.planner.parameter_counts import num_parameters
 from megazero.units import count, ranges, size, things
 
@@ -172,7 +173,7 @@ def _dealt_words(config: Config, layout: Layout) -> str:
 
 def _groups(layout: Layout, pp: int) -> str:
     """Name the ranks of a stage: "0-3" if each holds a copy, "[0-3] [4-7]" if four share one."""
-    copies = [ranges(layout.tensor_ranks(pp, at))[0] for at in range(layout.data)]
+    copies = [ranges(copy)[0] for copy in stage_copies(layout, pp)]
     if layout.tp > 1:
         copies = [f"[{copy}]" for copy in copies]
     if layout.cp > 1:

@@ -20,12 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.messages import gather_over_mesh
+from megazero.checkpoint.messages import gather_over_mesh, wait_for_all
 from megazero.engine.memory.tracker import KINDS, MemoryTracker
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.plan.program.operations import Op, Recv, Send, Start, Wait, name_of
 from megazero.files import replacing
 from megazero.observe.timeline import Interval, Timeline
+from megazero.planner.layouts import coord_words
 from megazero.planner.time.simulate import axis_of
 
 Event = dict[str, Any]
@@ -48,7 +49,7 @@ class Trace:
         self._lanes: dict[str, list[int]] = {}  # axis -> per track: end of its last span
         self._iteration = 0
         for _ in range(2):
-            mesh.barrier()
+            wait_for_all(mesh)
         self.origin = time.perf_counter_ns()
         for kind in KINDS:
             self._count(kind)
@@ -115,7 +116,7 @@ class Trace:
 
     def _arrow(self, op: Send | Recv, track: int, at: int) -> None:
         """Add one half of an arrow between ranks; both halves have one id."""
-        place = self.mesh.coord
+        place = self.mesh.layout.coord(self.mesh.rank)
         known = (self._iteration, place.dp, place.cp, place.tp, op.what, op.to, op.micro_batch)
         event = {"cat": "message", "name": "message", "id": "/".join(map(str, known)), "ts": self._time(at)}
         half = {"ph": "s"} if isinstance(op, Send) else {"ph": "f", "bp": "e"}
@@ -132,9 +133,9 @@ class Trace:
 
     def _metadata(self) -> Iterator[Event]:
         """Name the process and its tracks, and set their order."""
-        rank, place = self.mesh.rank, self.mesh.coord
+        rank = self.mesh.rank
         about = {"ph": "M", "pid": rank}
-        name = f"rank {rank}: {place}"
+        name = f"rank {rank}: {coord_words(self.mesh.layout.coord(rank))}"
         yield about | {"name": "process_name", "args": {"name": name}}
         yield about | {"name": "process_sort_index", "args": {"sort_index": rank}}
         tracks = [(COMPUTE, "compute", 0)]  # track, name, place from above

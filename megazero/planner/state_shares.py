@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple, Self
 
+from megazero.engine.options.optimizers import Optimizer, WeightKind
 from megazero.engine.plan.layout.parameters import ParamSpec
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import DENSE, ShardingGroup, offload_fraction, sharding_groups
@@ -100,5 +101,10 @@ class States(NamedTuple):
 
 def saved_bytes(config: Config, elements: Iterable[tuple[ParamSpec, int]]) -> int:
     """Return the bytes in a checkpoint of some elements of each weight: all tensors are as wide as master weights."""
-    numbers = sum(numel * len(config.optimizer.rules.saved(spec.kind)) for spec, numel in elements)
+    numbers = sum(numel * len(saved_states(config.optimizer.rules, spec.kind)) for spec, numel in elements)
     return numbers * least_rates(config).state
+
+
+def saved_states(rules: Optimizer, kind: WeightKind) -> tuple[str, ...]:
+    """Return the prefixes of a weight's name in a checkpoint: of its master weights, and of each state."""
+    return ("model", *(state.name for state in rules.rule(kind).kept))

@@ -87,7 +87,7 @@ class Checkpoints:
         self.saver = checkpoint.BackgroundSaver(minutes, self._write) if config.checkpoint.async_save else None
         self.memory: checkpoint.MemoryCheckpoints | None = None
         if config.checkpoint.memory_checkpoint_interval and config.trains:
-            base, group = config.checkpoint.memory_checkpoint_dir, self.mesh.host_group
+            base, group = config.checkpoint.memory_checkpoint_dir, self.mesh.host.group
             self.memory = checkpoint.MemoryCheckpoints(base, Path(config.checkpoint.save), group)
             self.memory_saver = checkpoint.BackgroundSaver(minutes, self.memory.save, engine.tracker)
         self.saving_since = 0.0
@@ -118,7 +118,7 @@ class Checkpoints:
 
         def begin() -> Callable[[], Path | None]:
             if self.saver is None:
-                return lambda: self._write(iteration, shards, state, self.mesh.host_group)
+                return lambda: self._write(iteration, shards, state, self.mesh.host.group)
             self.saver.start(iteration, shards, state)
             return self.saver.finish
 
@@ -148,7 +148,7 @@ class Checkpoints:
                     f"begins in {seconds:g} s. If the disk is full, delete files, such as old checkpoints in "
                     f"{self.config.checkpoint.save}"
                 )
-            checkpoint.together("waiting", self.mesh.host_group, functools.partial(self.wait, seconds))
+            checkpoint.together("waiting", self.mesh.host.group, functools.partial(self.wait, seconds))
         return write()
 
     def _contents(self, progress: Progress) -> tuple[dict[str, LocalShard], dict[str, Any]]:
@@ -315,7 +315,7 @@ class CheckpointLoader:
                 if self.memory is not None:
                     self.memory.settle(copy)
                 return path, progress
-            find_checkpoint(self.config, self.mesh.host_group, faults, memory=False)  # Damaged if the disk has any
+            find_checkpoint(self.config, self.mesh.host.group, faults, memory=False)  # Damaged if the disk has any
             if self.memory is not None:
                 self.memory.settle(None)
         if faults:  # the weights are those of a load that failed
@@ -333,7 +333,7 @@ class CheckpointLoader:
         save = Path(self.config.checkpoint.save)
         asked = takes_memory(self.config) or (self.config.parallel.elastic and generation() > 0)
         while True:
-            load = find_checkpoint(self.config, self.mesh.host_group, faults)
+            load = find_checkpoint(self.config, self.mesh.host.group, faults)
             if self.memory is not None and asked:  # unless it resumes, --save has no checkpoint yet
                 saved = load if load is not None and load.parent.resolve() == save.resolve() else None
                 yield from ((copy.path, copy) for copy in self.memory.find(saved, faults))
@@ -349,7 +349,7 @@ class CheckpointLoader:
             log.info(f"loaded the weights of {path} in {time.perf_counter() - start:.1f} s")
             return Progress()
         if found is None:
-            state = RunState.read(path, self.mesh.host_group)
+            state = RunState.read(path, self.mesh.host.group)
         else:
             assert self.memory is not None
             state = RunState.of(path, self.memory.read_state(found))
@@ -435,12 +435,12 @@ class CheckpointLoader:
         self.mesh.in_flight.check("loading a checkpoint", writes=[shard.data for shard in shards.values()])
         with self.mesh.world.peer_errors(f"loading {path}"):
             if is_hugging_face(path):
-                checkpoint.together(f"loading {path}", self.mesh.host_group, fill_from_files)
+                checkpoint.together(f"loading {path}", self.mesh.host.group, fill_from_files)
             elif found is not None:
                 assert self.memory is not None
                 self.memory.load(found, shards, partial=partial)
             else:
-                checkpoint.load(path, shards, self.mesh.host_group, partial=partial)
+                checkpoint.load(path, shards, self.mesh.host.group, partial=partial)
         return biases
 
 

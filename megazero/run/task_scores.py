@@ -24,6 +24,7 @@ from megazero.data.task_requests import NO_REQUEST, EncodedTasks, PackedRequests
 from megazero.engine.model.layers.context import DeviceBatch
 from megazero.engine.model.layers.fused_attention import is_attention_fused
 from megazero.engine.options.batch_sizes import PADDING
+from megazero.engine.options.schema import DocumentOptions
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
 from megazero.files import explain, replace_file
@@ -140,9 +141,9 @@ class TaskScorer:
         with them, even if no flag asks for it; without `document_starts` every sample is one document.
         """
         apart = any(batch.document_starts is not None for batch in batches)
-        data = replace(self.config.data, reset_attention_mask=apart, reset_position_ids=apart)
-        head = self.engine.model.head
-        found, uploaded = self.engine.forward(batches, functools.partial(score_batch, head) if head else None, data)
+        head, documents = self.engine.model.head, DocumentOptions(apart, apart)
+        score = functools.partial(score_batch, head) if head else None
+        found, uploaded = self.engine.forward(batches, score, documents)
         own = [found[i].view(2, *each.ids.shape) for i, each in enumerate(uploaded.micro_batches) if found]
         return [self._whole_samples(x, each) for x, each in zip(own, uploaded.micro_batches, strict=False)]
 

@@ -26,7 +26,7 @@ from megazero.observe.pauses import Pauses
 from megazero.observe.profiling import Profiler
 from megazero.observe.progress_line import Record
 from megazero.observe.sensors import DeviceSensors
-from megazero.observe.step_metrics import expert_metrics, memory_bytes
+from megazero.observe.step_metrics import expert_loads, expert_metrics, memory_bytes
 from megazero.planner.time.devices import peak_flops
 from megazero.planner.trace.trace import model_flops
 from megazero.run.averages import averaged_weights
@@ -196,9 +196,10 @@ class Trainer:
             record["cp_imbalance"] = result.imbalance
         if result.mtp_losses:
             record["mtp_losses"] = {str(depth): loss for depth, loss in enumerate(result.mtp_losses, 1)}
-        if result.experts is not None:
+        loads = expert_loads(result, config.model)
+        if loads is not None:
             ends = self.due(config.evaluation.eval_interval) or self.due(config.training.train_iters)
-            record |= expert_metrics(result.experts, config.model, choices=ends)
+            record |= expert_metrics(loads, config.model, choices=ends)
         if self.leads and self.profiler.traces:
             found = device_fragmentation(self.mesh.device)
             if found is not None:

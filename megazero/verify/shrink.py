@@ -14,10 +14,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.layout.layers import Layers
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.architecture_flags import flags_of
+from megazero.flags.batch_ramp import padding_samples
 from megazero.flags.config import (
     CheckpointConfig,
     Config,
@@ -189,7 +190,7 @@ class Model(NamedTuple):
         width = min(model.head_dim, (BLOCKED_WIDTH if self.blocked else WIDTH) * self.size)
         if model.multi_latent_attention:
             return width
-        rotates = "rotary-base" in ARCHITECTURES[model.architecture].options
+        rotates = "rotary-base" in flags_of(model.architecture).options
         while rotates and width < model.head_dim and (rotated := int(width * model.rotary_percent)) % 2 + (rotated < 2):
             width += 1
         return width
@@ -316,7 +317,8 @@ class Model(NamedTuple):
         few = min(number, 3 if small.pp == 1 else small.pp + 1)
         if small.pp > 1 and number >= 2 * small.pp and number % real.pp == 0:
             few = 2 * small.pp
-        padding = min(1 + (config.padding(real.dp) >= training.micro_batch_size) * (micro - 1), config.padding(real.dp))
+        added = padding_samples(config, real.dp)
+        padding = min(1 + (added >= training.micro_batch_size) * (micro - 1), added)
         whole = few * micro * small.dp
         batch = whole - min(padding, small.dp * micro - 1)
         found: dict[str, Any] = {"micro-batch-size": micro, "global-batch-size": batch}

@@ -28,7 +28,7 @@ from megazero.flags.batch_ramp import batch_sizes
 from megazero.flags.config import CheckpointConfig, Config
 from megazero.flags.corpus_flags import document_flags
 from megazero.log import log_as
-from megazero.observe.step_metrics import memory_bytes
+from megazero.observe.step_metrics import expert_loads, memory_bytes
 from megazero.run.checkpoints import CheckpointLoader, Checkpoints
 from megazero.run.trainer import Trainer
 
@@ -210,6 +210,7 @@ def _step(trainer: Trainer, recorder: StepRecorder) -> VerifiedStep:
     parts = micro_batches(samples, training.micro_batch_size, 1) if engine.scale else 1
     recorder.begin((engine.scale.value if engine.scale else 1.0) * parts)
     result = engine.train_step(progress.iteration + 1, batches, samples)
+    loads = expert_loads(result, engine.config.model)
     progress.iteration += 1
     progress.consumed_samples += samples
     return VerifiedStep(
@@ -218,7 +219,7 @@ def _step(trainer: Trainer, recorder: StepRecorder) -> VerifiedStep:
         lr=result.lr,
         samples=samples,
         skipped=result.skipped,
-        choices=result.experts.choices if result.experts is not None else (),
+        choices=loads.choices if loads is not None else (),
         memory=memory_bytes(engine, result),
         traffic={kind: n - sent[kind] - recorder.traffic[kind] for kind, n in trainer.mesh.sent().items()},
         layers=dict(recorder.layers),

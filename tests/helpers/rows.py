@@ -8,7 +8,8 @@ from unittest.mock import patch
 
 from megazero.engine.model.block import BLOCK_CLASSES, Layer, ParallelBlock, SequentialBlock
 from megazero.engine.options.architectures import ARCHITECTURES as TRAITS
-from megazero.engine.options.architectures import ROTARY, ArchitectureTraits
+from megazero.engine.options.architectures import ArchitectureTraits
+from megazero.flags.architecture_flags import ARCHITECTURE_FLAGS, flags_of
 from megazero.flags.cli import parse
 from megazero.flags.config import Config
 from megazero.flags.flag_names import flags
@@ -17,18 +18,24 @@ from tests.parallel.test_kinds import WIDE, AlternatingBlock
 LLAMA = TRAITS["llama"]
 ROWS = {
     **TRAITS,
-    "after": LLAMA._replace(norms="after", biases=("qkv", "proj", "mlp", "logits"), options=ROTARY),
+    "after": LLAMA._replace(norms="after", biases=("qkv", "proj", "mlp", "logits")),
     "around": LLAMA._replace(norms="around", norm="rmsnorm-1p", activation="geglu-tanh", root_embedding=True),
-    "two norms": LLAMA._replace(parallel=2, norm="layernorm", biases=("qkv", "proj", "mlp"), options=ROTARY),
+    "two norms": LLAMA._replace(parallel=2, norm="layernorm", biases=("qkv", "proj", "mlp")),
     "fused": TRAITS["gpt2"]._replace(norms="after", norm="rmsnorm", biases=()),
     **dict.fromkeys(WIDE, LLAMA),
 }
+FLAGS = {"around": flags_of("llama"), "fused": flags_of("gpt2"), **dict.fromkeys(WIDE, flags_of("llama"))}
 
 
 @contextlib.contextmanager
 def known(architecture: str, traits: ArchitectureTraits, block: type[Layer]) -> Iterator[None]:
     """Within: the tables of architectures have this one."""
-    with patch.dict(TRAITS, {architecture: traits}), patch.dict(BLOCK_CLASSES, {architecture: block}):
+    flags_ = {architecture: FLAGS.get(architecture, flags_of(architecture))}
+    with (
+        patch.dict(TRAITS, {architecture: traits}),
+        patch.dict(ARCHITECTURE_FLAGS, flags_),
+        patch.dict(BLOCK_CLASSES, {architecture: block}),
+    ):
         yield
 
 
@@ -55,7 +62,7 @@ def parse_as(architecture: str, line: str) -> Config:
 def options_of(architecture: str) -> Iterator[str]:
     """Yield no flag, each switch of an architecture, and one group of keys and values in layers that differ."""
     yield ""
-    options = ROWS[architecture].options
+    options = FLAGS.get(architecture, flags_of(architecture)).options
     switches = (name for name in options if flags()[name].kind is bool)
     needed = {"qk-norm-all-heads": "--qk-layernorm "}
     yield from (f"{needed.get(name, '')}--{name}" for name in switches)

@@ -14,7 +14,6 @@ from megazero.engine.options.batch_sizes import PADDING
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
-from megazero.engine.step.expert_loads import ExpertLoads
 from megazero.flags.config import (
     ActivationConfig,
     Config,
@@ -29,7 +28,7 @@ from megazero.flags.resolve import resolve
 from megazero.observe.bad_step import diagnose_step
 from megazero.observe.layer_statistics import LayerStatistics
 from megazero.observe.memory_report import explain_out_of_memory
-from megazero.observe.step_metrics import memory_bytes
+from megazero.observe.step_metrics import ExpertLoads, expert_loads, memory_bytes
 from megazero.run.averages import averaged_weights
 
 # Odd on purpose: 5 layers, 6 heads, a prime vocabulary, a sequence that no axis divides. Weights of 0.05: with 0.02 in
@@ -355,7 +354,7 @@ def train_on(
         outcome.sent.append({kind: after[kind] - before[kind] for kind in after})
         outcome.memory.append(memory_bytes(engine, result))
         outcome.by_corpus.append(result.loss_by_corpus)
-        outcome.experts.append(result.experts)
+        outcome.experts.append(expert_loads(result, case.model))
         outcome.ahead.append(result.mtp_losses)
         if engine.averages:
             with averaged_weights(engine):

@@ -5,9 +5,7 @@ import pytest
 from tests.dense_path import ENGINE, dense_path
 
 MOST_LINES = 5_000  # of functions, with their docstrings
-ANNEXES = (
-    "model/experts model/context_parallel/pieces optim/muon zero/state_file zero/host_buffer kernels/triton".split()
-)
+ANNEXES = "model/experts model/context_parallel/pieces optim/muon zero/off_device kernels/triton".split()
 
 
 @pytest.mark.second

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from megazero import checkpoint
-from megazero.checkpoint.engine_state import EngineState
+from megazero.checkpoint.engine_state import EngineState, load_biases
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
 from megazero.generation.generate import NewTokens
 from megazero.generation.model import InferenceModel
+from megazero.observe.step_metrics import expert_loads
 from megazero.run.text_samples import next_logits
 from tests.helpers import chains
 from tests.helpers.rings import by_default
@@ -63,10 +64,11 @@ def steps(engine: Engine, case: Case, first: int, last: int) -> Found:
     found = Found([], [], [], [])
     for step in range(first, last):
         result = engine.train_step(step + 1, micro_batches(case, engine.mesh, step), case.batch)
-        assert result.experts is not None
+        loads = expert_loads(result, case.model)
+        assert loads is not None
         found.losses.append(result.loss)
         found.norms.append(result.grad_norm)
-        found.choices.append(result.experts.choices)
+        found.choices.append(loads.choices)
         found.biases.append(EngineState(engine).numbers()["expert_biases"])
     return found
 
@@ -79,7 +81,7 @@ def train_and_save(rank: int, case: Case, folder: Path) -> Found:
     engine = new_engine(rank, case)
     found = steps(engine, case, 0, STOP)
     engine.wait()
-    checkpoint.save(folder, STOP, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host_group)
+    checkpoint.save(folder, STOP, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host.group)
     return found
 
 
@@ -87,7 +89,7 @@ def resume(rank: int, case: Case, path: Path) -> Found:
     engine = new_engine(rank, case)
     engine.wait()
     shards = EngineState(engine).shards()
-    checkpoint.load(path, shards, engine.mesh.host_group)
+    checkpoint.load(path, shards, engine.mesh.host.group)
     EngineState(engine).load(checkpoint.read_state(path), shards)
     return steps(engine, case, STOP, END)
 
@@ -124,8 +126,9 @@ def train_skewed(rank: int, case: Case) -> list[float]:
     for step in range(24):
         [batch] = micro_batches(case, engine.mesh, 0)
         result = engine.train_step(step + 1, [batch._replace(ids=batch.ids % 16)], case.batch)
-        assert result.experts is not None
-        found.append(imbalance(result.experts.choices))
+        loads = expert_loads(result, case.model)
+        assert loads is not None
+        found.append(imbalance(loads.choices))
     return found
 
 
@@ -163,7 +166,8 @@ def test_a_skipped_step_changes_no_bias() -> None:
     engine.scale = replace(engine.scale, value=1e30)
     before = EngineState(engine).numbers()["expert_biases"]
     result = engine.train_step(1, micro_batches(case, engine.mesh, 0), case.batch)
-    assert result.skipped and result.experts is not None and imbalance(result.experts.choices) > 1
+    loads = expert_loads(result, case.model)
+    assert result.skipped and loads is not None and imbalance(loads.choices) > 1
     assert EngineState(engine).numbers()["expert_biases"] == before
 
 
@@ -196,7 +200,7 @@ def test_evaluation_and_generation_use_the_biases(tmp_path: Path) -> None:
     found = inference.logits(new, inference.new_cache(2, 11))
     assert found is not None and wanted is not None
     assert (found - wanted).abs().max() < TOLERANCE
-    engine.routers.load_state_dict({})
+    load_biases(engine.routers, {})
     unbiased = next_logits(engine, batch, places)
     assert unbiased is not None and (unbiased - wanted).abs().max() > 1e-3
     assert abs(engine.evaluate([batch])[0] - loss) > 1e-3

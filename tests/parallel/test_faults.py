@@ -37,7 +37,7 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
 def step(engine: Engine, case: Case, number: int, poison: str | None = None) -> dict[str, object]:
     """One iteration; `poison`: the last data-parallel rank's gradient of this parameter becomes infinite."""
     holders = [(u, m) for u in engine.zero.units.values() for m in u.flat.members if m.weight.spec.name == poison]
-    if holders and engine.mesh.dp.is_last:
+    if holders and engine.mesh.dp.rank + 1 == engine.mesh.dp.size:
         ((unit, member),) = holders
 
         @contextlib.contextmanager

@@ -143,7 +143,7 @@ def train_and_save(rank: int, case: Case, folder: Path) -> float:
     engine = new_engine(rank, case)
     engine.train_step(1, micro_batches(case, engine.mesh, 0))
     engine.wait()
-    checkpoint.save(folder, 1, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host_group)
+    checkpoint.save(folder, 1, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host.group)
     return engine.train_step(2, micro_batches(case, engine.mesh, 1)).loss
 
 
@@ -151,7 +151,7 @@ def load_and_train(rank: int, case: Case, path: Path) -> float:
     engine = new_engine(rank, case)
     engine.wait()
     shards = EngineState(engine).shards()
-    checkpoint.load(path, shards, engine.mesh.host_group)
+    checkpoint.load(path, shards, engine.mesh.host.group)
     EngineState(engine).load(checkpoint.read_state(path), shards)
     return engine.train_step(2, micro_batches(case, engine.mesh, 1)).loss
 

@@ -128,7 +128,7 @@ def train_and_save(rank: int, case: Case, folder: Path) -> float:
     for step in range(2):
         engine.train_step(step + 1, micro_batches(case, engine.mesh, step))
     engine.wait()
-    checkpoint.save(folder, 2, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host_group)
+    checkpoint.save(folder, 2, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host.group)
     return engine.train_step(3, micro_batches(case, engine.mesh, 0)).loss
 
 
@@ -137,9 +137,9 @@ def load(rank: int, case: Case, path: Path, folder: Path) -> tuple[dict[str, tor
     engine = new_engine(rank, case)
     engine.wait()
     shards = EngineState(engine).shards()
-    checkpoint.load(path, shards, engine.mesh.host_group)
+    checkpoint.load(path, shards, engine.mesh.host.group)
     EngineState(engine).load(checkpoint.read_state(path), shards)
-    checkpoint.save(folder, 2, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host_group)
+    checkpoint.save(folder, 2, EngineState(engine).shards(), EngineState(engine).numbers(), engine.mesh.host.group)
     states = whole_states(engine)
     return states, engine.train_step(3, micro_batches(case, engine.mesh, 0)).loss
 

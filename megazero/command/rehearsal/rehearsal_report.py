@@ -13,7 +13,7 @@ from megazero.files import write_atomically
 from megazero.flags.config import Config
 from megazero.flags.resolve import replica_layout, replica_words, resolve
 from megazero.flags.validate import check_device
-from megazero.planner.layouts import layout_words
+from megazero.planner.layouts import coord_words, layout_words
 from megazero.planner.time.exchange import choose_exchange
 from megazero.world import World
 
@@ -102,7 +102,7 @@ def run_rehearsal(config: Config, world: World, vocab_size: int) -> list[Rehears
 def rehearsal_table(found: Rehearsal) -> str:
     """Format one rank's bytes: rehearsed, estimated, and their difference."""
     save = found.save
-    rows = [f"rank {found.rank}: {found.coord}"]
+    rows = [f"rank {found.rank}: {coord_words(found.coord)}"]
     rows.append(f"  {'bytes':<28}{'rehearsal':>20}{'estimate':>20}{'difference':>14}")
     pairs = [(kind, found.memory[kind], found.estimated_memory[kind]) for kind in found.memory]
     pairs += [(f"{kind} traffic", found.traffic[kind], found.estimated_traffic[kind]) for kind in found.traffic]

@@ -15,6 +15,7 @@ from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.config import Config
 from megazero.planner.bytes.rank_parts import rank_parts
+from megazero.planner.state_shares import saved_states
 
 
 class PlannedSave(NamedTuple):
@@ -35,7 +36,7 @@ def pretended_shards(config: Config, layout: Layout, rank: int, dtype: torch.dty
     for part in rank_parts(config, layout, rank, declare):
         data = torch.empty(part.stop - part.start, device="meta", dtype=dtype)
         shard = LocalShard.of(part.spec, part.block, Range(part.start, part.stop), data)
-        found |= {f"{prefix}.{part.spec.name}": shard for prefix in rules.saved(part.spec.kind)}
+        found |= {f"{prefix}.{part.spec.name}": shard for prefix in saved_states(rules, part.spec.kind)}
     return found
 
 

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from megazero.engine.kernels.rotary import RotaryTables, rotate
 
+Tensors = tuple[torch.Tensor, ...]
+
 LOGIT_CHUNK_BYTES = 1 << 20  # rows of logits computed together: they fit in a core's cache
 TEMPORARY_BYTES = 1 << 28  # rows of logits that a GPU computes together in another tensor
 GELU_A = 2 * (2 / torch.pi) ** 0.5  # gelu(x) = x sigmoid(A x + B x^3), by tanh
@@ -256,9 +258,6 @@ def layer_norm_grad(
 
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 _ALL = (True, True, True)  # gradients of x, weight and bias
-
-
-Tensors = tuple[torch.Tensor, ...]
 
 
 def rotary(given: Tensors, results: Tensors, tables: RotaryTables, positions: torch.Tensor | None, back: bool) -> None:

@@ -70,10 +70,6 @@ class Axis:
         return self.rank == 0
 
     @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
-
-    @property
     def needs_staging_buffer(self) -> bool:
         """Return true if a reduce-scatter needs scratch to receive every other rank's rows; see `_exchange`."""
         return self.size > 1 and dist.get_backend(self.group) == "gloo"

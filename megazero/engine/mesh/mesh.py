@@ -14,7 +14,7 @@ from megazero.engine.mesh.collectives import Axis
 from megazero.engine.mesh.groups import GroupMaker
 from megazero.engine.mesh.in_flight import InFlight
 from megazero.engine.mesh.peer_errors import peer_errors
-from megazero.engine.plan.layout.topology import AXES, KINDS_OF_TRAFFIC, SUB_AXES, TRAFFIC, Coord, Layout
+from megazero.engine.plan.layout.topology import AXES, KINDS_OF_TRAFFIC, SUB_AXES, TRAFFIC, Layout
 
 URGENT = ("tp", "cp", "shard", "etp", "ep", "expert_shard")  # computation waits for these axes within a layer
 
@@ -48,10 +48,6 @@ class Mesh:
     host: Axis  # all ranks, for tensors in host memory: `world`, or on a GPU an axis of its own, over gloo
     in_flight: InFlight  # shared by all axes
     copied: Counter[str] = field(default_factory=Counter)  # kind of traffic -> bytes to and from host memory
-
-    @property
-    def coord(self) -> Coord:
-        return self.layout.coord(self.rank)
 
     @classmethod
     def build(
@@ -106,11 +102,6 @@ class Mesh:
         """Return the axis of this name."""
         return next(axis for axis in self.axes if axis.name == name)
 
-    @property
-    def host_group(self) -> dist.ProcessGroup | None:
-        """The group of `host`. None: a single process."""
-        return self.host.group
-
     def connect(self) -> None:
         """Exchange an element along every axis and every link, without counting it as traffic.
 
@@ -138,12 +129,6 @@ class Mesh:
             for kind, num_bytes in axis.sent.items():
                 total[TRAFFIC.get(kind, kind)] += num_bytes
         return dict(total)
-
-    def barrier(self) -> None:
-        """Wait until every rank calls this."""
-        if self.host_group is not None:
-            with self.world.peer_errors("barrier over all ranks"):
-                dist.barrier(self.host_group)
 
     def control_sum(self, x: torch.Tensor, *axes: Axis) -> torch.Tensor:
         """Sum a few numbers x [n] over `axes` in place, counted as control traffic; returns x."""

@@ -35,7 +35,7 @@ from megazero.engine.model.layers.linear import (
 )
 from megazero.engine.model.layers.norm import NORMS, NoNorm, Norm
 from megazero.engine.options.architectures import ARCHITECTURES, ActivationName
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 from megazero.engine.plan.layout.layers import End, Use
 
 

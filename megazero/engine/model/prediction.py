@@ -28,7 +28,7 @@ from megazero.engine.model.layers.linear import ColumnLinear
 from megazero.engine.model.layers.norm import NORMS, NoNorm, Norm
 from megazero.engine.model.layers.vocabulary import Output, VocabularyTable
 from megazero.engine.model.layers.weight import Weight, handle_of, weights_of
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 
 
 class Prediction(nn.Module):

@@ -9,7 +9,7 @@ import torch
 
 from megazero.engine.kernels.rotary import yarn_growth
 from megazero.engine.model.documents import Documents
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 
 
 class Scores(NamedTuple):

@@ -19,7 +19,7 @@ from megazero.engine.model.layers.norm import NORMS, Norm
 from megazero.engine.model.layers.vocabulary import Output, VocabularyTable
 from megazero.engine.model.layers.weight import GradWriter, Weight, named_weights
 from megazero.engine.model.prediction import Depths, Prediction
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 from megazero.engine.plan.layout.layers import End, LayerKind, Layers, Use
 from megazero.engine.plan.layout.parameters import EXPERTS, unit_of
 

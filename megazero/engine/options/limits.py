@@ -24,8 +24,6 @@ ITERATIONS = "iterations are numbered in 9 digits"
 Positive = Annotated[int, Bounds(1, 10**9, ITERATIONS)]
 Iterations = Annotated[int, Bounds(0, 10**9, ITERATIONS)]
 MOST_LAYERS = 4096
-MOST_MINUTES = 10**6
-Minutes = Annotated[float, Bounds(0, MOST_MINUTES, "that is two years")]
 Ranks = Annotated[int, Bounds(1, 10**6, "no job has as many ranks")]
 Probability = Annotated[float, Bounds(0, 1, "1 would drop everything", most_open=True)]
 DecayRate = Annotated[float, Bounds(0, 1, "a mean with weight 1 on its past never changes", most_open=True)]

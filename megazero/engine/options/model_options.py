@@ -255,11 +255,6 @@ class ModelConfig:
         return pattern[self._like(number) % len(pattern)] if pattern else "GL"[self.window_size > 0]
 
     @property
-    def attention_kinds(self) -> str:
-        """The kinds of attention of all layers."""
-        return "".join(map(self.attention_kind, range(self.num_layers)))
-
-    @property
     def embedding_scale(self) -> float:
         """Factor of the token embeddings."""
         return self.embedding_multiplier * (math.sqrt(self.hidden_size) if self.traits.root_embedding else 1.0)

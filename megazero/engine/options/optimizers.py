@@ -132,10 +132,6 @@ class Optimizer(NamedTuple):
         rule = self.matrices if kind.is_matrix else self.others
         return rule.small(self.moments) if kind.blocked and self.moments != "fp32" else rule
 
-    def saved(self, kind: WeightKind) -> tuple[str, ...]:
-        """Return the prefixes of a weight's name in a checkpoint: of its master weights, and of each state."""
-        return ("model", *(state.name for state in self.rule(kind).kept))
-
     @property
     def states(self) -> tuple[State, ...]:
         """Each state once, of weights that are not in whole blocks."""

@@ -10,8 +10,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megazero.engine.memory import BLOCKS, PAGE
-from megazero.engine.options.optimizers import UpdateRule
-from megazero.engine.options.schema import BYTES, StepConfig
+from megazero.engine.options.optimizers import BYTES, UpdateRule
+from megazero.engine.options.schema import StepConfig
 from megazero.engine.plan.layout.flat_layout import FlatLayout, Matrices, Range, round_up
 
 

@@ -16,7 +16,7 @@ from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.context import Ahead, DeviceBatch, MicroBatchInfo, ResidualStream
 from megazero.engine.model.scores import Scores
-from megazero.engine.options.schema import DataConfig, StepConfig
+from megazero.engine.options.schema import DocumentOptions, StepConfig
 from megazero.engine.plan.layout.dealing import Deal, deal_samples, dealt_multiple
 from megazero.engine.plan.layout.topology import Layout
 
@@ -95,7 +95,7 @@ def upload_step(
     batches: Sequence[MicroBatch],
     *,
     stream: ResidualStream,
-    data: DataConfig,
+    documents: DocumentOptions,
     device: torch.device,
     dealer: Dealer,
     training: bool,
@@ -117,7 +117,7 @@ def upload_step(
         found, dealt = _documents(batch), None
         parts = [Ahead(batch.ids, batch.labels, batch.loss_mask), *(batch.ahead(1 + k) for k in range(depths))]
         if dealer.ranks > 1:
-            spans = found.spans if found is not None and data.reset_attention_mask else ()
+            spans = found.spans if found is not None and documents.reset_attention_mask else ()
             firsts = tuple(tuple(span.first for span in spans if span.sample == i) for i in range(len(batch.samples)))
             dealt, work = dealer.deal(batch.ids.shape[1], firsts)
             works.append(work)
@@ -146,8 +146,8 @@ def upload_step(
             batch.samples,
             stream,
             training=training,
-            attention_documents=found if data.reset_attention_mask else None,
-            position_documents=found if data.reset_position_ids else None,
+            attention_documents=found if documents.reset_attention_mask else None,
+            position_documents=found if documents.reset_position_ids else None,
             dealt=dealt,
         )
         micro_batches.append(

@@ -17,16 +17,16 @@ from megazero.engine.model.layers.context import Context
 from megazero.engine.model.stage import Stage, block_numbers, declare
 from megazero.engine.optim.step import StepParams
 from megazero.engine.options.batch_sizes import micro_batches
-from megazero.engine.options.schema import DataConfig, StepConfig
+from megazero.engine.options.schema import DocumentOptions, StepConfig
 from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.engine.plan.schedule.schedules import EVALUATION
 from megazero.engine.step.batch import Dealer, MicroBatch, Uploaded, sum_by_corpus, upload_step
-from megazero.engine.step.expert_loads import Routers
 from megazero.engine.step.interpreter import ActivationSpec, Compute, Interpreter
 from megazero.engine.step.optimization import LossScale, clip_factor, learning_rate
 from megazero.engine.step.results import Computed, StepResult
+from megazero.engine.step.routers import Routers
 from megazero.engine.zero.flat_unit import ZeroOptions
 from megazero.engine.zero.zero import Zero
 
@@ -142,7 +142,7 @@ class Engine:
         """
         self.begin()
         step = self.program(self.config.parallel.pipeline_schedule, len(batches))
-        uploaded = self._upload(batches, training=True)
+        uploaded = self._upload(batches, training=True, documents=self.config.documents)
         scale = self.scale.value if self.scale else 1.0
         # Note [the divisor in fp16]: gradients that are divided by the millions of targets of a global batch underflow
         # in fp16. So they are divided by the targets of an average micro-batch, and their sum by `parts`, the number of
@@ -172,7 +172,8 @@ class Engine:
             gradient_bytes=gradient_bytes,
             imbalance=uploaded.imbalance,
             loss_by_corpus=found.means if self.num_corpora > 1 else (),
-            experts=self.routers.read(found.routed, found.targets),
+            targets=found.targets,
+            routed=found.routed,
             mtp_losses=found.mtp_losses,
         )
 
@@ -273,25 +274,25 @@ class Engine:
 
     @torch.no_grad()
     def forward(
-        self, batches: Sequence[MicroBatch], head: Compute | None = None, data: DataConfig | None = None
+        self, batches: Sequence[MicroBatch], head: Compute | None = None, documents: DocumentOptions | None = None
     ) -> tuple[dict[int, torch.Tensor], Uploaded]:
         """Run the program of an evaluation.
 
         Args:
             head: replaces the model's head; returns a vector for a micro-batch.
-            data: flags of documents that replace the run's.
+            documents: options that replace the run's.
 
         Returns:
             micro-batch -> its losses, or the result of `head`; empty except on the last stage; and the micro-batches.
         """
-        uploaded = self._upload(batches, training=False, data=data)
+        uploaded = self._upload(batches, training=False, documents=documents or self.config.documents)
         return self._run(self.program(EVALUATION, len(batches)), uploaded, head=head), uploaded
 
-    def _upload(self, batches: Sequence[MicroBatch], training: bool, data: DataConfig | None = None) -> Uploaded:
+    def _upload(self, batches: Sequence[MicroBatch], training: bool, documents: DocumentOptions) -> Uploaded:
         return upload_step(
             batches,
             stream=self.model.stream,
-            data=data or self.config.data,
+            documents=documents,
             device=self.mesh.device,
             dealer=self.dealer,
             training=training,

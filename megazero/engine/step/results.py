@@ -1,11 +1,10 @@
 """Results of a training step, as values."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-
-from megazero.engine.step.expert_loads import ExpertLoads
 
 
 class StepResult(NamedTuple):
@@ -20,7 +19,8 @@ class StepResult(NamedTuple):
     gradient_bytes: int  # just before the update
     imbalance: float | None = None  # None without context parallelism; see `engine.plan.layout.dealing`
     loss_by_corpus: tuple[float | None, ...] = ()  # None: no target of the corpus counts; empty: one corpus
-    experts: ExpertLoads | None = None  # None: the model has no experts
+    targets: float = 0.0  # of the global batch, that count
+    routed: Sequence[float] = ()  # statistics of the routers, see `Routers.summed`; empty without experts
     mtp_losses: tuple[float, ...] = ()  # of each depth of multi-token prediction, nats per target
 
 

@@ -1,7 +1,6 @@
 """The home of a unit: the place of its master weights, its optimizer states and, for the update, its reduced gradient.
 
-A unit's home is chosen when the unit is built: the device (`Home`), host memory (`host_buffer.HostBuffer`) or a file
-(`state_file.FileBuffer`).
+A unit's home is chosen when the unit is built: the device (`Home`), or host memory or a file (`off_device`).
 """
 
 from __future__ import annotations

@@ -49,10 +49,6 @@ class RuledPart(NamedTuple):
         halves = both >> 16 & LOWER, both & LOWER
         return [halves[number % 2] for number, _ in enumerate(self.states)]
 
-    def bits_at_load(self, piece: Range, updates: int) -> torch.Tensor | None:
-        """Return random bits for numbers that a checkpoint fills, of elements counted from the start of this part."""
-        return self.noise.bits(piece, updates) & LOWER if self.noise else None
-
     def within(self, part: Range) -> Range:
         return part.within(self.owned)
 

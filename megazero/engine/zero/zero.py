@@ -32,11 +32,10 @@ from megazero.engine.plan.program.rank_spec import RankSpec
 from megazero.engine.zero.flat_unit import FlatUnit, ZeroOptions
 from megazero.engine.zero.gradients import UnitGradients
 from megazero.engine.zero.home import Home
-from megazero.engine.zero.host_buffer import HostBuffer
 from megazero.engine.zero.norms import square_sums
+from megazero.engine.zero.off_device import HostBuffer, file_buffers
 from megazero.engine.zero.optimizer_shard import OptimizerShard
 from megazero.engine.zero.reduce_scatter import Reducer
-from megazero.engine.zero.state_file import file_buffers
 from megazero.engine.zero.weights import UnitWeights
 
 

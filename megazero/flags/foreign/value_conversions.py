@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 
-from megazero.engine.options.architectures import ARCHITECTURES, LLAMA
-from megazero.engine.options.limits import MOST_LAYERS, MOST_MINUTES
+from megazero.engine.options.limits import MOST_LAYERS
+from megazero.flags.architecture_flags import flags_of
+from megazero.flags.config import MOST_MINUTES
 from megazero.flags.corpus_flags import is_number
 from megazero.flags.flag_names import flags
 from megazero.flags.foreign.flag import FALSE, ForeignFlag, Refused, layer_letters, read_number, whole_number
@@ -39,8 +40,8 @@ def rename(flag: ForeignFlag) -> list[str]:
 
 def has_experts(flag: ForeignFlag) -> bool:
     """Return whether a flag or the architecture gives the model experts."""
-    architecture = ARCHITECTURES.get(flag.get("architecture"), LLAMA)
-    return int(*flag.ours.get("num-experts", (architecture.defaults.get("num-experts", 0),))) > 0
+    defaults = flags_of(flag.get("architecture")).defaults
+    return int(*flag.ours.get("num-experts", (defaults.get("num-experts", 0),))) > 0
 
 
 def rename_with_experts(flag: ForeignFlag) -> list[str]:

@@ -137,6 +137,11 @@ def _canonical_experts(model: ModelConfig) -> Options:
     return found | {"moe_layer_freq": pattern_of(letters), "moe_ffn_hidden_size": width}
 
 
+def attention_kinds(model: ModelConfig) -> str:
+    """Return the kinds of attention of all layers."""
+    return "".join(map(model.attention_kind, range(model.num_layers)))
+
+
 def canonical(model: ModelConfig) -> ModelConfig:
     """Return the model with defaults for an activation, widths and groups that are the usual ones, and for experts
     without effect."""
@@ -288,8 +293,8 @@ class HuggingFaceModel:
 
     def differences(self, model: ModelConfig) -> list[str]:
         """Return the fields of `model` that this family cannot have."""
-        mine = ARCHITECTURES[self.architecture]
-        found = ["architecture"] if ARCHITECTURES[model.architecture].structure != mine.structure else []
+        same = ARCHITECTURES[model.architecture] == ARCHITECTURES[self.architecture]
+        found = [] if same else ["architecture"]
         free = {*self.options, *OF_TRAINING, "untie_embeddings"}.union(*(each.expressed for each in self.conversions))
         model = canonical(model)
         if "num_experts" in free and not model.num_experts:
@@ -298,7 +303,7 @@ class HuggingFaceModel:
             value = getattr(model, field.name)
             if field.name not in free and value != self.needed.get(field.name, field.default):
                 found.append(field.name)
-        if not set(model.attention_kinds) <= set(self.kinds):
+        if not set(attention_kinds(model)) <= set(self.kinds):
             found = list(dict.fromkeys([*found, "layer_pattern"]))
         return found
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megazero.flags.config import ModelConfig
-from megazero.interop.huggingface.model_types import Conversion, Options, pattern_of
+from megazero.interop.huggingface.model_types import Conversion, Options, attention_kinds, pattern_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -20,7 +20,7 @@ DENSE_OR_SPARSE = ("dense", "sparse")
 
 
 def _windows(model: ModelConfig) -> Options:
-    kinds = [LOCAL if kind == "L" else GLOBAL for kind in model.attention_kinds]
+    kinds = [LOCAL if kind == "L" else GLOBAL for kind in attention_kinds(model)]
     return {"sliding_window": model.window_size or None, "layer_types": kinds}
 
 
@@ -56,7 +56,7 @@ def _from_windows(config: PreTrainedConfig) -> Options:
 
 
 def _no_rope_layers(model: ModelConfig) -> Options:
-    kinds = model.attention_kinds
+    kinds = attention_kinds(model)
     return {"no_rope_layers": [int(kind != "N") for kind in kinds], "layer_types": [GLOBAL] * len(kinds)}
 
 

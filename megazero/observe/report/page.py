@@ -21,7 +21,7 @@ from megazero.observe.report.heat_map import MOST_COLUMNS, HeatMap, heat_map, lo
 from megazero.observe.report.lost_time import KEPT, kept_share, spent
 from megazero.observe.report.runs import METRICS, Run, curve, keys_of, read_run, smooth
 from megazero.observe.shown_tasks import task_scores
-from megazero.planner.layouts import layout_words, rank_layers
+from megazero.planner.layouts import layout_words, rank_layers, stage_copies
 from megazero.units import count, duration, ranges, size, things
 
 REPORT = "report.html"
@@ -268,7 +268,7 @@ def _layout(start: Record) -> dict[str, Any] | None:
     stages = [
         (
             ", ".join(ranges(rank_layers(layout, layers, pp))),
-            [layout.tensor_ranks(pp, at) for at in range(layout.data)],
+            stage_copies(layout, pp),
         )
         for pp in range(layout.pp)
     ]

@@ -11,9 +11,11 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import sharding_groups
 from megazero.engine.plan.optimizer_sizes import Rates
 from megazero.engine.plan.schedule.schedules import SCHEDULES
+from megazero.flags.batch_ramp import padding_samples
 from megazero.flags.config import Config, ModelConfig
 from megazero.flags.pipeline_split import layer_costs, rank_costs
 from megazero.planner.bytes.estimate import StageBytes, stage_bytes
+from megazero.planner.layouts import divides_experts
 from megazero.planner.parameter_counts import active_parameters, num_parameters
 from megazero.planner.state_shares import States, least_rates
 from megazero.units import count
@@ -81,7 +83,7 @@ def _traffic_formulas(config: Config, layout: Layout, found: StageBytes) -> dict
     if layout.replica > 1 and found.reductions:
         replicas = f" + 2 x {states.gradients._replace(part=1.0)} x ({layout.replica}-1)/{layout.replica}"
     each = f"({' + '.join(terms)})" if len(terms) > 1 else "".join(terms)
-    experts = f" (experts: {layout.expert_shard})" if layout.divides_experts else ""
+    experts = f" (experts: {layout.expert_shard})" if divides_experts(layout) else ""
     dp = f"{each} Psi x (N-1)/N, N = {layout.shard}{experts}{replicas}" if terms else ""
     offloads = bool(states.host.part)
     copied = ["gradients to host memory, weights back"] if offloads else []
@@ -143,7 +145,7 @@ def expert_words(model: ModelConfig) -> str:
 
 def padding_words(config: Config, layout: Layout) -> str:
     """Count the samples of an iteration that are padding; empty if there are none."""
-    padding = config.padding(layout.dp)
+    padding = padding_samples(config, layout.dp)
     return f", {padding} of {config.training.global_batch_size + padding} samples padding" if padding else ""
 
 

@@ -43,6 +43,7 @@ from megazero.flags.config import Config
 from megazero.flags.flag_names import with_values
 from megazero.planner.bytes.rank_parts import rank_parts
 from megazero.planner.bytes.statistics import StatisticsSizes
+from megazero.planner.layouts import rank_places
 from megazero.planner.sizes import PASSES, Moved, StepSizes
 from megazero.planner.state_shares import saved_bytes
 from megazero.planner.trace.trace import layer_sizes
@@ -180,7 +181,7 @@ def _fullest(config: Config, layout: Layout, pp: int) -> int:
         return ranks[0]
 
     def owned(rank: int) -> int:
-        places = layout.places(layout.coord(rank))
+        places = rank_places(layout, rank)
         return sum(unit.owned[places[spec.groups[unit.group].axis]].numel for unit in spec.units.values())
 
     return max(ranks, key=owned)
@@ -221,7 +222,9 @@ class _Walk:
         layers = layer_sizes(
             config, layout, self.spec, device_type="cpu" if needs_staging_buffer else "cuda", cp_rank=coord.cp
         )
-        self.sizes = StepSizes(config=config, layout=layout, spec=self.spec, layers=layers, places=layout.places(coord))
+        self.sizes = StepSizes(
+            config=config, layout=layout, spec=self.spec, layers=layers, places=rank_places(layout, rank)
+        )
         self.statistics = StatisticsSizes(config, layout, coord, self.sizes.rates.weights)
         self.tracker = MemoryTracker()
         self.traffic: Counter[str] = Counter(dict.fromkeys(KINDS_OF_TRAFFIC, 0))

@@ -10,6 +10,7 @@ from megazero.engine.plan.layout.parameters import LocalBlock, ParamSpec, unit_l
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import ShardingGroup, group_of, owned_ranges, sharding_groups
 from megazero.flags.config import Config
+from megazero.planner.layouts import rank_places
 
 
 class RankPart(NamedTuple):
@@ -24,7 +25,7 @@ class RankPart(NamedTuple):
 def rank_parts(config: Config, layout: Layout, rank: int, declare: Declare) -> Iterator[RankPart]:
     """Yield the part of every parameter that rank `rank` owns, possibly empty, unit by unit. `config` is resolved."""
     coord, sizes = layout.coord(rank), layout.sizes
-    places = layout.places(coord)
+    places = rank_places(layout, rank)
     for specs, flat, group, ranges in _units(declare(config.model, layout.tp), config, layout, coord.pp):
         owned = ranges[places[group.axis]]
         for spec in specs:

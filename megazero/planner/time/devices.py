@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from msgspec import Meta, Struct, defstruct
 from msgspec.structs import asdict
 
-from megazero.engine.options.step_options import Precision
+from megazero.engine.options.schema import Precision
 from megazero.engine.plan.layout.topology import Layout, Ranks, disjoint
 from megazero.files import read_small
 from megazero.flags.config import TrainingConfig

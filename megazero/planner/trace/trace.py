@@ -13,7 +13,7 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple, Self
 
 import torch
@@ -80,7 +80,7 @@ def layer_sizes(
 
 def trace_block(config: Config, layout: Layout, device_type: str, name: str = "") -> LayerSizes:
     """Trace a block whose weights all train. name: of the first block of its kind; empty: the model's first block."""
-    name = name or declare(config.model, layout.tp).first_block.name
+    name = name or declare(config.model, layout.tp).blocks[0]
     layer = PlannedLayer(name, (), Use.LAYER, trains=True, passes_gradient=True, kind=name)
     return trace(config, layout, layer, specs={}, device_type=device_type).sizes
 
@@ -357,7 +357,8 @@ def _trace(kind: Kind, grad_dtype: str, add: bool, at_once: bool) -> LayerTrace:
         recorder = Recorder()
         gradients = _Gradients(grad_dtype, add, at_once, recorder.differences)
         traced = Traced(kind, device, recorder, gradients)
-        tables = dict(traced.context.table_bytes)
+        made = traced.context.tables.items()
+        tables: dict[Hashable, int] = {key: allocation.num_bytes for key, (_, allocation) in made}
         saved, x = _SavedStorages(), traced.input()
         with recorder:
             with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda holder: holder.tensor):

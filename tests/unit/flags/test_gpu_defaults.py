@@ -7,7 +7,7 @@ import pytest
 
 import pretrain_gpt
 from megazero.cluster import launch
-from megazero.engine.options.step_options import Precision
+from megazero.engine.options.schema import Precision
 from megazero.flags.cli import read
 from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.planner.run_plan import plan_config

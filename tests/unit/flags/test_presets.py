@@ -12,6 +12,7 @@ import pretrain_gpt
 from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.architecture_flags import flags_of
 from megazero.flags.cli import parse
 from megazero.flags.config import Config, ModelConfig
 from megazero.flags.presets import PRESETS, preset_values
@@ -335,7 +336,7 @@ def test_every_architecture_has_a_preset() -> None:
 
 @for_each("name", FAMILIES)
 def test_defaults_of_the_architecture_are_not_repeated(name: str) -> None:
-    given, defaults = preset_values(name), ARCHITECTURES[FAMILIES[name][0]].defaults
+    given, defaults = preset_values(name), flags_of(FAMILIES[name][0]).defaults
     assert [flag for flag in given.keys() & defaults.keys() if given[flag] == defaults[flag]] == []
 
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from megazero.engine.model.stage import declare
-from megazero.flags.batch_ramp import batch_sizes
+from megazero.flags.batch_ramp import batch_sizes, padding_samples
 from megazero.flags.cli import parse
 from megazero.flags.presets import preset_names
 from megazero.flags.resolve import resolve
+from megazero.interop.huggingface.model_types import attention_kinds
 from megazero.planner.layouts import layout_words
 from megazero.verify.command import main
 from megazero.verify.compare import Difference, row
@@ -41,7 +42,7 @@ def test_every_preset_keeps_its_shape(name: str) -> None:
     (after, layout), model = runs.layout, before.model
     assert {axis: size > 1 for axis, size in real.sizes.items()} == {axis: n > 1 for axis, n in layout.sizes.items()}
     assert layout.world_size <= max(MOST_RANKS, 16)
-    assert set(after.model.attention_kinds) == set(model.attention_kinds)
+    assert set(attention_kinds(after.model)) == set(attention_kinds(model))
     kinds = [{each.has_experts(n) for n in range(each.num_layers)} for each in (model, after.model)]
     assert kinds[0] == kinds[1]
     for each in (lambda m: m.query_groups > 1, lambda m: m.query_groups == m.num_attention_heads,
@@ -88,7 +89,7 @@ def test_ratios_of_a_batch_stay() -> None:
     flags = f"--micro-batch-size 4 --global-batch-size 1002 --rampup-batch-size 2 100 5000 {frozen}"
     runs, before, real = shrunk(f"{flags} --vocab-size 50257", 16)
     after, layout = runs.layout
-    assert before.padding(real.dp) and after.padding(layout.dp)
+    assert padding_samples(before, real.dp) and padding_samples(after, layout.dp)
     start, increment, _ = after.training.rampup_batch_size
     assert start < batch_sizes(after).full and (batch_sizes(after).full - start) % increment == 0
     assert after.training.freeze_parameters == ("token_embedding.*", "blocks.0.*", "blocks.1.*")

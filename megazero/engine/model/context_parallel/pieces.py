@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from megazero import torch_private
+from megazero.engine.kernels.eager import Tensors
 from megazero.engine.model.context_parallel.dealt import DealtTokens, Ranges
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.scores import Scores
@@ -20,7 +21,6 @@ ALIGNMENT = 8  # elements of a mask's row that GPUs read together
 LEAST_CHUNK = 64  # queries of a window's pieces: fewer cost more in calls than they save in masked keys
 
 EVERY = slice(None)
-Tensors = tuple[torch.Tensor, ...]
 Index = tuple[slice, slice, slice]  # indexes [b, heads, tokens, ..]
 
 

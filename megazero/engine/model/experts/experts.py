@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from megazero.engine.kernels.eager import wide
+from megazero.engine.kernels.eager import Tensors, wide
 from megazero.engine.kernels.grouped import GroupedProducts, RowGroups
 from megazero.engine.kernels.kernel_table import GATED
 from megazero.engine.model.dispatch import Choices, Dispatch, SortedRows, arranged, as_arrived
@@ -25,9 +25,7 @@ from megazero.engine.model.layers.context import Context, MicroBatchInfo
 from megazero.engine.model.layers.linear import Residual
 from megazero.engine.model.layers.norm import Norm
 from megazero.engine.model.layers.weight import GradWriter, WeightedModule, handle_of
-from megazero.engine.options.schema import ModelConfig
-
-Tensors = tuple[torch.Tensor, ...]
+from megazero.engine.options.model_options import ModelConfig
 
 
 class GroupedLinear(WeightedModule):

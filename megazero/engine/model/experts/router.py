@@ -40,7 +40,7 @@ from megazero.engine.mesh.collectives import MAX
 from megazero.engine.model.dispatch import Choices, Dispatch
 from megazero.engine.model.layers.context import Context, MicroBatchInfo
 from megazero.engine.model.layers.weight import GradWriter, WeightedModule
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 from megazero.engine.plan.layout.layers import ROUTER_SUMS
 
 GROUP_BEST = 2  # experts whose scores make that of their group

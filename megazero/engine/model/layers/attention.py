@@ -24,6 +24,7 @@ import torch
 import torch.nn as nn
 
 from megazero.engine.kernels.dropout import Dropout, Rows
+from megazero.engine.kernels.eager import Tensors
 from megazero.engine.kernels.kernel_table import Kernels
 from megazero.engine.kernels.matmul import upcasts
 from megazero.engine.kernels.rotary import Rotary, RotaryTables
@@ -40,14 +41,13 @@ from megazero.engine.model.layers.linear import (
     ResidualRows,
     RowLinear,
     Split,
-    Tensors,
     normed_columns,
     rows_onto,
 )
 from megazero.engine.model.layers.norm import NORMS, Norm
 from megazero.engine.model.layers.sinks import Sinks
 from megazero.engine.model.scores import PLAIN, Scores
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 
 
 @dataclass(frozen=True)

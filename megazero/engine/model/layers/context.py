@@ -7,7 +7,7 @@ residual stream on this rank, c any width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -152,21 +152,17 @@ class Context:
         return torch.full((), torch.nan, dtype=self.dtype, device=self.device)
 
     @functools.cached_property
-    def _tables(self) -> dict[tuple[Rotary, int], tuple[RotaryTables, Allocation]]:
+    def tables(self) -> dict[tuple[Rotary, int], tuple[RotaryTables, Allocation]]:
+        """The tables that layers have asked for: see `rotary_tables`."""
         return {}
 
     def rotary_tables(self, rotary: Rotary, length: int) -> RotaryTables:
         """Return the tables of positions 0 to length - 1, which all layers share."""
         key = rotary, length
-        if key not in self._tables:
+        if key not in self.tables:
             made = rotary.tables(length, self.dtype, self.device)
-            self._tables[key] = made, self.tracker.allocate("buffers", made.cos.nbytes + made.sin.nbytes)
-        return self._tables[key][0]
-
-    @property
-    def table_bytes(self) -> dict[Hashable, int]:
-        """Return the bytes of each table that a layer has asked for."""
-        return {key: allocation.num_bytes for key, (_, allocation) in self._tables.items()}
+            self.tables[key] = made, self.tracker.allocate("buffers", made.cos.nbytes + made.sin.nbytes)
+        return self.tables[key][0]
 
     def weight(
         self,

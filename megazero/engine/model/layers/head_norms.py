@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.engine.kernels.eager import wide
+from megazero.engine.kernels.eager import Tensors, wide
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.norm import Norm
 from megazero.engine.model.layers.weight import WeightedModule
-from megazero.engine.options.schema import ModelConfig
-
-Tensors = tuple[torch.Tensor, ...]
+from megazero.engine.options.model_options import ModelConfig
 
 
 class EachHead(NamedTuple):

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megazero.engine.kernels.eager import wide
+from megazero.engine.kernels.eager import Tensors, wide
 from megazero.engine.kernels.rotary import Rotary, rotate
 from megazero.engine.model.context_parallel.key_exchange import GatheredTokens
 from megazero.engine.model.layers.attention import Attention
@@ -38,12 +38,11 @@ from megazero.engine.model.layers.linear import (
     Residual,
     ResidualRows,
     RowLinear,
-    Tensors,
     rows_onto,
 )
 from megazero.engine.model.layers.norm import Norm, RMSNorm
 from megazero.engine.model.layers.weight import handle_of
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 
 LATENT_EPSILON = 1e-6  # of the norms of latents with any --norm-epsilon, as in published models
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megazero.engine.kernels.dropout import Dropout, Rows
-from megazero.engine.kernels.eager import wide
+from megazero.engine.kernels.eager import Tensors, wide
 from megazero.engine.kernels.kernel_table import Activation
 from megazero.engine.kernels.matmul import as_matrix, write_or_add
 from megazero.engine.model.layers.context import Context
@@ -105,7 +105,6 @@ class RowLinear(WeightedModule):
         return self.context.products.output(x, self.weight.data, bias)
 
 
-Tensors = tuple[torch.Tensor, ...]
 # gradients of column-linear layers' outputs, each with its sum over tokens, if it is known
 Grads = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 

@@ -14,7 +14,7 @@ import torch
 from megazero.engine.kernels.eager import unseen, wide
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.weight import WeightedModule
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 
 
 class Sinks(WeightedModule):

@@ -17,7 +17,7 @@ from megazero.engine.mesh.collectives import MAX, AsyncTensor
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.norm import Norm
 from megazero.engine.model.layers.weight import GradWriter, Weight, handle_of
-from megazero.engine.options.schema import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 
 
 class VocabularyTable(nn.Module):

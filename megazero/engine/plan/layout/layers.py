@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from megazero.engine.options.schema import ActivationConfig, ModelConfig
+from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.schema import ActivationConfig
 from megazero.engine.plan.layout.parameters import ParamSpec, unit_of
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.schedule.schedules import Costs
@@ -104,10 +105,6 @@ class Layers:
     @functools.cached_property
     def blocks(self) -> tuple[str, ...]:
         return tuple(name for name, kind in self.kinds.items() if kind.end is None)
-
-    @functools.cached_property
-    def first_block(self) -> LayerKind:
-        return self.kinds[self.blocks[0]]
 
     @functools.cached_property
     def block_flops(self) -> dict[str, tuple[int, int]]:

@@ -37,9 +37,6 @@ class Coord(NamedTuple):
     cp: int
     tp: int
 
-    def __str__(self) -> str:
-        return ", ".join(f"{axis} {place}" for axis, place in self._asdict().items())
-
 
 class Route(NamedTuple):
     """The route of a message between pipeline neighbours.
@@ -140,11 +137,6 @@ class Layout:
         return self.expert_tp or self.tp
 
     @property
-    def divides_experts(self) -> bool:
-        """True if experts are on other ranks than an MLP would be. Each rank then sends tokens of its own."""
-        return self.ep > 1 or self.etp != self.tp
-
-    @property
     def expert_shard(self) -> int:
         """Ranks that share one copy of the sharded states of their experts: those within `shard` x tp ranks."""
         return max(1, self.shard * self.tp // (self.ep * self.etp))
@@ -158,11 +150,6 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """Return the size of every axis, and of all sub-axes but the embedding's."""
         return {axis: getattr(self, axis) for axis in (*AXES, *SUB_AXES) if axis != "embedding"}
-
-    def places(self, coord: Coord) -> dict[str, int]:
-        """Return a rank's place along each of `sizes`."""
-        rank = self.rank(coord)
-        return {axis: rank // self.stride(axis) % size for axis, size in self.sizes.items()}
 
     @property
     def world_size(self) -> int:
@@ -185,11 +172,6 @@ class Layout:
     def stage_ranks(self, pp: int) -> range:
         size = self.stride("pp")
         return range(pp * size, (pp + 1) * size)
-
-    def tensor_ranks(self, pp: int, data: int) -> range:
-        """Return the tensor-parallel ranks of one copy of a stage's weights."""
-        first = pp * self.stride("pp") + data * self.tp
-        return range(first, first + self.tp)
 
     def groups(self, axis: str) -> list[list[int]]:
         """Return all groups of ranks along an axis or a sub-axis; "embedding" joins the first and last stage."""

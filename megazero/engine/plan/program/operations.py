@@ -10,7 +10,7 @@ key among the operations in flight.
 from dataclasses import dataclass, fields
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerOp:
     """An operation on a layer and a micro-batch."""
 
@@ -22,14 +22,14 @@ class LayerOp:
         return self.layer, self.micro_batch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UnitOp:
     """An operation on a unit: parameters that are gathered, reduced and updated together."""
 
     unit: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Transfer:
     """A message with `what` ("x" or "dx") from a pipeline neighbour to virtual stage `to`."""
 
@@ -41,7 +41,7 @@ class Transfer:
 # -- layers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Forward(LayerOp):
     """x = layer(x). If `graph`, keep the autograd graph for Backward. The last layer adds to the loss instead."""
 
@@ -52,7 +52,7 @@ class Recompute(LayerOp):
     """Rebuild the layer's autograd graph from its kept input, without its output."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Backward(LayerOp):
     """dx = d layer(dx). Weight gradients go into their buffers; if `weights` is False, into a queue."""
 
@@ -66,7 +66,7 @@ class BackwardWeights(LayerOp):
 # -- kept inputs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Keep(LayerOp):
     """Keep the layer's input x until Drop: x itself, this rank's part of it, or a copy in slot `slot`."""
 
@@ -81,7 +81,7 @@ class Rebuild(LayerOp):
     """All-gather a kept input from its parts on the tensor-parallel ranks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Drop(LayerOp):
     """Free a kept input, and its slot."""
 
@@ -102,7 +102,7 @@ class Send(Transfer):
 # -- weights
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gather(UnitOp):
     """All-gather a unit's weights into the arena at element `offset`."""
 
@@ -151,7 +151,7 @@ class FetchGradient(UnitOp):
     """Copy the gradient of earlier micro-batches from host memory to the device, where the next Reduce adds to it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GradNorm:
     """Compute the norm of all gradients over all ranks. The engine then decides whether to update."""
 
@@ -179,14 +179,14 @@ Asynchronous = (Gather | Fetch | Reduce | Recv | Send | Sync | ReduceReplicas | 
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Start:
     """Start an asynchronous operation."""
 
     op: Asynchronous
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Wait:
     """Wait for a started operation."""
 

@@ -12,7 +12,7 @@ from megazero.cluster import launch
 from megazero.cluster.machine import machine
 from megazero.engine.memory import PAGE
 from megazero.engine.model.stage import declare
-from megazero.engine.zero.state_file import StateFile, StatesLost
+from megazero.engine.zero.off_device import StateFile, StatesLost
 from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.capacity import check_memory

@@ -15,6 +15,7 @@ from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
+from megazero.flags.architecture_flags import flags_of
 from megazero.flags.cli import parse
 from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
@@ -165,7 +166,9 @@ def check_losses_and_gradients(
     batch = MicroBatch(ids, labels, torch.ones(3, model.seq_length), (0, 1, 2))
     targets = torch.tensor([3.0 * (model.seq_length - depth) for depth in range(len(losses))], dtype=torch.float64)
     seeds = torch.tensor(factors, dtype=torch.float64) / targets
-    summed = ours._run(ours.program("1f1b", 1), ours._upload([batch], training=True), seeds)
+    summed = ours._run(
+        ours.program("1f1b", 1), ours._upload([batch], training=True, documents=ours.config.documents), seeds
+    )
     found = summed[0].view(len(losses), -1).sum(1) / targets
     assert all(abs(a - b) < tolerance * b for a, b in zip(found, losses, strict=True))
     names = {weight.spec.name: weight for unit in ours.model.units.values() for weight in unit}
@@ -219,7 +222,7 @@ def test_modules_that_predict_further_ahead_are_those_of_transformers(
 def test_a_family_is_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan of its default flags is printed, with its number of parameters."""
     sizes = "--num-layers 6 --hidden-size 4096 --num-attention-heads 16 --seq-length 32 --vocab-size 128".split()
-    if "num-experts" in ARCHITECTURES[name].defaults:
+    if "num-experts" in flags_of(name).defaults:
         sizes += ["--moe-ffn-hidden-size", "256"]
     layout = "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1".split()
     pretrain_gpt.main(["--architecture", name, *sizes, *layout, "--plan", "--device-type", "h100-80gb"])

@@ -93,7 +93,7 @@ def test_loss_and_gradients(pair) -> None:
     loss.backward()
     found = ours._run(
         ours.program("1f1b", 1),
-        ours._upload([b], training=True),
+        ours._upload([b], training=True, documents=ours.config.documents),
         torch.tensor([1 / b.labels.numel()], dtype=torch.float64),
     )
     assert abs(found[0].sum() / b.labels.numel() - loss) < TOLERANCE * loss

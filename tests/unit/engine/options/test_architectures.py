@@ -9,6 +9,7 @@ import pytest
 from megazero.engine.model.stage import declare
 from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.engine.plan.layout.parameters import unit_layout
+from megazero.flags.architecture_flags import ARCHITECTURE_FLAGS, flags_of
 from megazero.flags.cli import parse
 from megazero.flags.config import ActivationConfig, ModelConfig
 from megazero.flags.flag_names import flags, to_toml
@@ -46,20 +47,21 @@ def test_qwen3_is_llama_with_norms_of_queries_and_keys() -> None:
     assert parse(["--architecture", "qwen3", "--no-qk-layernorm"]).model == replace(qwen3, qk_layernorm=False)
 
 
-@for_each("architecture", [name for name, row in ARCHITECTURES.items() if "multi-latent-attention" not in row.defaults])
+@for_each("architecture", [name for name in ARCHITECTURES if "multi-latent-attention" not in flags_of(name).defaults])
 def test_heads_have_a_width_of_their_own(architecture: str) -> None:
     """It need not divide the hidden size, and nothing else changes."""
     model = parse(f"--architecture {architecture} --hidden-size 60 --num-attention-heads 8 --kv-channels 24".split())
     config, _ = resolve(replace(model, model=replace(model.model, vocab_size=99)), 1, 0, declare)
-    shapes = {spec.name: spec.shape for spec in declare(config.model).first_block.params}
+    shapes = {spec.name: spec.shape for spec in declare(config.model).kinds["blocks.0"].params}
     assert shapes["blocks.0.attention.proj.weight"] == (60, 8 * 24)
-    usual = declare(replace(config.model, num_attention_heads=3, kv_channels=0)).first_block.params
+    usual = declare(replace(config.model, num_attention_heads=3, kv_channels=0)).kinds["blocks.0"].params
     assert shapes.keys() == {spec.name for spec in usual}
 
 
 @for_each(("architecture", "biases"), [("llama", False), ("parallel", True)])
 def test_norms_of_heads_are_those_of_the_block(architecture: str, biases: bool) -> None:
-    specs = declare(replace(LLAMA, architecture=architecture, qk_layernorm=True, kv_channels=20), 4).first_block.params
+    layers = declare(replace(LLAMA, architecture=architecture, qk_layernorm=True, kv_channels=20), 4)
+    specs = layers.kinds["blocks.0"].params
     norms = {spec.name.removeprefix("blocks.0.attention."): spec for spec in specs if "_norm" in spec.name}
     kinds = ("weight", "bias") if biases else ("weight",)
     assert sorted(norms) == sorted(f"{of}_norm.{kind}" for of in ("query", "key") for kind in kinds)
@@ -71,7 +73,8 @@ def test_norms_over_all_heads_are_sharded_like_the_heads() -> None:
     """The weight of groups that several ranks have is replicated, and its gradient summed."""
     model = replace(LLAMA, qk_layernorm=True, qk_norm_all_heads=True, kv_channels=20)
     for tp, keys in ((2, (((0, "tp"),), set())), (4, ((), {"tp"}))):
-        specs = {spec.name.removeprefix("blocks.0.attention."): spec for spec in declare(model, tp).first_block.params}
+        params = declare(model, tp).kinds["blocks.0"].params
+        specs = {spec.name.removeprefix("blocks.0.attention."): spec for spec in params}
         query, key = specs["query_norm.weight"], specs["key_norm.weight"]
         assert (query.shape, query.sharded, query.summed, query.decays) == ((8 * 20,), ((0, "tp"),), set(), False)
         assert (key.shape, (key.sharded, key.summed), key.decays) == ((2 * 20,), keys, False)
@@ -150,7 +153,8 @@ def test_latent_heads_that_flash_attention_lacks_are_refused() -> None:
 
 
 def test_options_of_architectures_are_flags_of_the_model() -> None:
-    for entry in ARCHITECTURES.values():
+    assert ARCHITECTURE_FLAGS.keys() <= ARCHITECTURES.keys()
+    for entry in ARCHITECTURE_FLAGS.values():
         assert all(flags()[option][0] == "model" for option in entry.options)
 
 
@@ -169,7 +173,7 @@ def test_flops_of_a_llama_are_those_of_its_products(groups: int, architecture: s
 
 def test_fewer_groups_than_ranks_are_replicated_and_their_gradients_summed() -> None:
     for tp, sharded in ((1, True), (2, True), (4, False), (8, False)):
-        specs = declare(LLAMA, tp).first_block.params
+        specs = declare(LLAMA, tp).kinds["blocks.0"].params
         kv = {spec.name: spec for spec in specs}["blocks.0.attention.kv.weight"]
         assert kv.shape == (2, 2, 8, 64)
         assert (kv.sharded, kv.summed) == ((((0, "tp"),), set()) if sharded else ((), {"tp"}))

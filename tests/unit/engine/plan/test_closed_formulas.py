@@ -18,6 +18,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import estimate
+from megazero.planner.layouts import rank_places
 from tests.helpers.table import for_each
 
 
@@ -372,7 +373,7 @@ def test_buffers_at_stage_3(staged: bool, seeds: range) -> None:
 def shares_copy(layout: Layout, rank: int, stage: int) -> bool:
     """Return whether a rank is one of the first N of a stage, which own its gradients together."""
     coord = layout.coord(rank)
-    return (coord.pp, coord.tp) == (stage, 0) and layout.places(coord)["data"] < layout.shard
+    return (coord.pp, coord.tp) == (stage, 0) and rank_places(layout, rank)["data"] < layout.shard
 
 
 @pytest.mark.second

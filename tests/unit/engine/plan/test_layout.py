@@ -4,7 +4,7 @@ import itertools
 
 from megazero.engine.plan.layout.topology import AXES, SUB_AXES, Coord, Layout, ring_bytes
 from megazero.flags.batch_ramp import data_parallel_size
-from megazero.planner.layouts import layout_words, rank_layers
+from megazero.planner.layouts import layout_words, rank_layers, rank_places, stage_copies
 from tests.helpers.table import for_each
 
 LAYOUTS = [Layout(*sizes, cp=cp) for *sizes, cp in itertools.product((1, 2, 3, 4), repeat=4)]
@@ -36,7 +36,7 @@ def test_context_parallel_ranks_are_between_data_and_tensor() -> None:
     dense = {"pp": 1, "dp": 2, "cp": 3, "tp": 2, "data": 6, "shard": 3, "replica": 2}
     assert layout.sizes == dense | {"etp": 2, "ep": 1, "expert_shard": 3, "expert_replica": 2}
     places = {"pp": 0, "dp": 1, "cp": 1, "tp": 1, "data": 4, "shard": 1, "replica": 1}
-    assert layout.places(layout.coord(9)) == places | {"etp": 1, "ep": 0, "expert_shard": 1, "expert_replica": 1}
+    assert rank_places(layout, 9) == places | {"etp": 1, "ep": 0, "expert_shard": 1, "expert_replica": 1}
 
 
 def test_experts_are_divided_over_all_ranks_of_a_stage() -> None:
@@ -49,7 +49,7 @@ def test_experts_are_divided_over_all_ranks_of_a_stage() -> None:
     assert halves.groups("etp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert halves.groups("ep") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert (halves.expert_shard, halves.groups("expert_replica")) == (1, [[0, 4], [1, 5], [2, 6], [3, 7]])
-    assert halves.places(halves.coord(5)) == {"pp": 0, "dp": 2, "cp": 0, "tp": 1, "data": 2, "shard": 0} | {
+    assert rank_places(halves, 5) == {"pp": 0, "dp": 2, "cp": 0, "tp": 1, "data": 2, "shard": 0} | {
         "replica": 1,
         "etp": 1,
         "ep": 0,
@@ -80,11 +80,10 @@ def test_strides_and_ranges_are_those_of_the_groups() -> None:
             for group in layout.groups(axis):
                 assert {b - a for a, b in itertools.pairwise(group)} <= {layout.stride(axis)}
         for rank, coord in ((rank, layout.coord(rank)) for rank in range(layout.world_size)):
-            assert rank in layout.stage_ranks(coord.pp) and rank in layout.tensor_ranks(
-                coord.pp, layout.places(coord)["data"]
-            )
+            data = rank_places(layout, rank)["data"]
+            assert rank in layout.stage_ranks(coord.pp) and rank in stage_copies(layout, coord.pp)[data]
             [group] = [group for group in layout.groups("shard") if rank in group]
-            assert group.index(rank) == layout.places(coord)["data"] % layout.shard
+            assert group.index(rank) == data % layout.shard
         stages = [layout.stage_ranks(pp) for pp in range(layout.pp)]
         assert list(itertools.chain(*stages)) == list(range(layout.world_size))
         assert data_parallel_size(layout.world_size, layout.pp, layout.tp, layout.cp) == layout.dp

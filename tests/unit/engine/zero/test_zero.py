@@ -65,7 +65,9 @@ def test_a_step_that_failed_anywhere_leaves_nothing_to_the_next(case: Case) -> N
 
     def norm() -> float:
         engine.begin()
-        return engine._compute_gradients(program, engine._upload(batches, training=True), 1.0).norm
+        return engine._compute_gradients(
+            program, engine._upload(batches, training=True, documents=engine.config.documents), 1.0
+        ).norm
 
     wanted = norm()
     kinds = [(type(op), type(op.op) if isinstance(op, (Start, Wait)) else None) for op in program.gradients]
