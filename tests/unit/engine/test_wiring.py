@@ -298,7 +298,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
     "upload_step": {
         "batches": Kind("list"),
         "stream": As("Checkpoints.engine.model.stream"),
-        "data": As("Trainer.config.data"),
+        "documents": As("Trainer.config.documents"),
         "device": CPU,
         "dealer": Dealer(1, 0, 1, (0,) * 3),
         "training": True,
