@@ -45,14 +45,12 @@ KINDS = {name: (family_of(family(name, ModelConfig())).model_class, flags_of(nam
     "llama with biases is qwen2": ("Qwen2ForCausalLM", "--architecture llama --add-qkv-bias"),
     "llama with norms is qwen3": ("Qwen3ForCausalLM", f"{LLAMA} 1 --qk-layernorm --no-untie-embeddings"),
 }
-SECOND = ("gemma3", "gpt-neox")
+RINGS = dict.fromkeys(("gemma3", "gpt-neox"), pytest.mark.second)
 NEAR = model_tolerance(ModelConfig(2, 48, 0, 6, LENGTH, WORDS), torch.float32)
 PROMPTS = [[7], [7, 3, 55, 12], [60] * 9, [1, 2, 3]]
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.second if kind in SECOND else pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=RINGS.get(kind, pytest.mark.slow)) for kind in KINDS])
 def test_there_and_back(kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     """The same logits and likeliest tokens in transformers; after an import the same bits and the next loss.
 

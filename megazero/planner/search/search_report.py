@@ -114,7 +114,9 @@ def _launcher(layout: Layout, device: Device) -> str:
         return f"bash scripts/launch.sh --nproc {world}"
     nodes = next(n for n in range(-(-world // each), world + 1) if world % n == 0)  # every node starts as many ranks
     each = world // nodes
-    options = f"--nodes={nodes} --ntasks-per-node={each} --gpus-per-node={each} --cpus-per-task={NODE_CPUS // each}"
+    options = (
+        f"--nodes={nodes} --ntasks-per-node={each} --gpus-per-node={each} --cpus-per-task={max(1, NODE_CPUS // each)}"
+    )
     return f"sbatch {options} scripts/slurm/pretrain.sbatch"
 
 
