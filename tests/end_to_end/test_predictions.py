@@ -3,15 +3,23 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.plan.layout.topology import Layout
+from megazero.generation.generate import Text
+from megazero.generation.guesses import Guesses
+from megazero.generation.model import InferenceModel
+from megazero.run.run_state import RunState
 from tests.end_to_end.cli import ROOT, metrics, pretrain
 from tests.end_to_end.test_generate import write_tokenizer
 from tests.end_to_end.test_huggingface import export, import_
+from tests.helpers.ranks import Ranks
 from tests.reference_run import read_checkpoint, write_corpus
 
 pytestmark = pytest.mark.second
@@ -84,3 +92,21 @@ def test_generation_counts_guesses(trained: Path) -> None:
     done = generate(trained, "--count-guesses", "--max-new-tokens", "16", *prompts)
     share = re.search(r"modules of --mtp-num-layers guess (\d+)% of these tokens", done.stderr)
     assert share is not None and 30 < int(share[1]) <= 100
+
+
+def counted(rank: int, path: Path, layout: Layout, texts: list[list[int]]) -> str:
+    """Runs on every rank, of which each has its share of the texts, as in generation."""
+    mesh = Mesh.build(layout, rank, torch.device("cpu"))
+    guesses = Guesses(InferenceModel(path, RunState.read(path).model_config(path), mesh))
+    guesses.texts = [Text(n, texts[n], 1) for n in range(mesh.dp.rank, len(texts), mesh.dp.size)]
+    return guesses.summary()
+
+
+def test_guesses_are_counted_over_all_ranks(trained: Path, ranks: Callable[[int], Ranks]) -> None:
+    """The first text counts up, the second does not: each alone has a share of its own."""
+    path = trained / "run" / "iter_0000045"
+    texts = [list(range(5, 30)), [17, 3, 44, 9, 31, 2, 28, 50, 11, 40, 6, 23, 37]]
+    up, mixed, both = (counted(0, path, Layout(), chosen) for chosen in (texts[:1], texts[1:], texts))
+    assert len({up, mixed, both}) == 3
+    for layout in (Layout(dp=2), Layout(pp=2), Layout(tp=2)):
+        assert ranks(2).run(counted, path, layout, texts) == [both, both], layout

@@ -29,11 +29,11 @@ class GroupNodes:
     sharing: int
 
 
-def ranks_of_axis(size: int, stride: int, world: int, devices_per_node: int) -> GroupNodes:
+def ranks_of_axis(size: int, stride: int, devices_per_node: int) -> GroupNodes:
     """Place the groups of an axis whose neighbours are `stride` ranks apart."""
     count = Counter(n * stride // devices_per_node for n in range(size))
     per_node = max(count.values())
-    return GroupNodes(size, len(count), per_node, max(1, min(world, devices_per_node) // per_node))
+    return GroupNodes(size, len(count), per_node, max(1, devices_per_node // per_node))
 
 
 class Network:
@@ -45,11 +45,11 @@ class Network:
         self.inside = inside * device["node.fraction"], device["node.latency"]
         self.between = device["cluster.bandwidth"] * device["cluster.fraction"], device["cluster.latency"]
         self.exchanges = device.kind == "cpu"  # gloo: every rank sends to every other rank at once
-        world, each = layout.world_size, device.devices_per_node
-        self.sharing = min(world, each)  # devices of a node
+        self.each = device.devices_per_node
+        self.sharing = min(layout.world_size, self.each)  # devices of a node
         sizes = layout.sizes | {"embedding": 2 if layout.last_pp else 1}
-        self.groups = {axis: ranks_of_axis(size, layout.stride(axis), world, each) for axis, size in sizes.items()}
-        self.layout, self.each = layout, each
+        self.groups = {axis: ranks_of_axis(size, layout.stride(axis), self.each) for axis, size in sizes.items()}
+        self.layout = layout
 
     def bandwidth(self, group: GroupNodes) -> float:
         """Return the bytes per second that each rank of a ring sends, limited by the slowest hop."""
