@@ -84,6 +84,7 @@ def test_logs_of_the_run_are_kept(stable: Path, tmp_path: Path) -> None:
     assert files(stable) == before and not (new / "latest").exists()
 
 
+@pytest.mark.second
 def test_a_merge_begins_a_new_run(stable: Path, tmp_path: Path) -> None:
     """A resume from it reports the reason and the way out."""
     paths = [stable / "run" / f"iter_{at:07d}" for at in (AT, 2 * AT)]

@@ -137,6 +137,7 @@ def test_export_transformers_import_and_training_goes_on(run, tmp_path: Path) ->
     assert (back / "latest").read_text() == "iter_0000001\n"
 
 
+@pytest.mark.second
 def test_the_preset_of_an_import_has_its_flags(tied, tmp_path: Path) -> None:
     folder, flags = tied
     back = import_(export(folder, tmp_path / "export"), tmp_path / "back")
@@ -378,6 +379,7 @@ def test_values_that_are_the_usual_ones_are_no_difference() -> None:
     assert family_of(model).to_config(model, None).n_head == 12
 
 
+@pytest.mark.second
 def test_values_beyond_fp16_are_refused(tied, tmp_path: Path) -> None:
     folder, _ = tied
     output = export(folder, tmp_path / "export")

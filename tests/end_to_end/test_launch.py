@@ -161,6 +161,7 @@ def test_a_missing_program_or_interpreter_is_named(tmp_path):
         assert done.returncode == 2 and re.match(r"launch.sh: \S+ cannot import torch; run `bash", done.stderr)
 
 
+@pytest.mark.second
 def test_the_interpreter_can_have_several_words(tmp_path):
     done = launch("--nproc", "1", cwd=tmp_path, PYTHON=f"env IN_IMAGE=1 {sys.executable}")
     assert done.returncode == 0, done.stderr

@@ -175,6 +175,7 @@ def test_a_killed_run_is_the_same(
         assert ours[2:4] == pytest.approx(wanted[2:4], rel=1e-11)
 
 
+@pytest.mark.second
 def test_a_border_in_the_past_is_refused(folder: Path, whole: list[tuple[Any, ...]]) -> None:
     name, file = "moved", folder / "stages.toml"
     train(folder, name, "--exit-interval", 5)

@@ -27,6 +27,7 @@ def test_help_lists_the_commands_from_any_folder_without_torch(tmp_path: Path) -
     assert listed == list(COMMANDS) and {*SUBCOMMANDS.values(), "plan"} == {*COMMANDS}
 
 
+@pytest.mark.second
 @for_each("words", ["train --help-all", "report --help", "program --vocab-size 99"])
 def test_a_command_ends_quietly_if_its_reader_has_ended(words: str) -> None:
     """`| head` ends so. The exit code is that of a process that SIGPIPE ends."""
