@@ -6,6 +6,9 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.helpers.quick_exit import WORKERS
+
+# isort: split
 import megazero  # noqa: F401 - sets environment variables, which torch reads when it is imported
 
 # isort: split
@@ -45,6 +48,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        WORKERS.add(os.getpid())
     config.pluginmanager.register(CpuSeconds(config.getoption("--cpu-budget")))
 
 
@@ -68,7 +73,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else Triton's bindings report leaks
+    if not WORKERS:  # which end without a report
+        gc.unfreeze()  # else Triton's bindings report leaks
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
