@@ -1,6 +1,6 @@
-"""Workers of xdist end without their last garbage collections, which take ten seconds, for which the session waits.
+"""Workers of xdist end without their last garbage collections; the session would wait ten seconds for them.
 
-Import it before all that registers functions at exit: they run before the one below.
+Import this module first: functions that are registered at exit later run earlier, and so are not left out.
 """
 
 import atexit

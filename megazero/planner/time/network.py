@@ -33,7 +33,7 @@ def ranks_of_axis(size: int, stride: int, devices_per_node: int) -> GroupNodes:
     """Place the groups of an axis whose neighbours are `stride` ranks apart."""
     count = Counter(n * stride // devices_per_node for n in range(size))
     per_node = max(count.values())
-    return GroupNodes(size, len(count), per_node, max(1, devices_per_node // per_node))
+    return GroupNodes(size, len(count), per_node, devices_per_node // per_node)
 
 
 class Network:
