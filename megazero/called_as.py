@@ -54,4 +54,7 @@ def in_own_words(text: str) -> str:
     text = _SCRIPT.sub(
         lambda found: f"megazero {_OF_FILES[found[1]]}" if found[1] else f"python -m data_tools.{found[2]}", text
     )
-    return text.replace("megazero train --plan ", "megazero plan ")
+    text = text.replace("megazero train --plan ", "megazero plan ")
+    if program_name("pretrain_gpt.py") == "megazero plan":  # which adds --plan: the user did not
+        text = re.sub(r"(^|\s)--plan(?=\s)", r"\1megazero plan", text.replace("; add it, or drop --plan", "; add it"))
+    return text

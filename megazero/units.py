@@ -1,5 +1,6 @@
-"""Amounts for people: bytes, durations, counts. Decimal: 1 GB is 10^9 bytes, as on the labels of devices."""
+"""Amounts and names for people. Bytes are decimal: 1 GB is 10^9 bytes, as on the labels of devices."""
 
+import difflib
 from collections.abc import Iterable
 
 SCALES = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
@@ -35,6 +36,12 @@ def ranges(numbers: Iterable[int]) -> list[str]:
         else:
             runs.append([number])
     return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return "did you mean NAME?" with the known name that resembles `name` most; empty if none does."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def duration(seconds: float) -> str:

@@ -1,9 +1,10 @@
 """The command `megazero`: its subcommands, each of which imports its modules when it is called."""
 
-import difflib
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
+
+from megazero.units import did_you_mean
 
 Words = list[str]
 
@@ -112,7 +113,6 @@ def run_command(words: Words | None = None) -> int:
         print("\n".join(f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()))
         print("\n`megazero COMMAND --help` explains a command and its flags.")
         return 0
-    near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-    hint = f"did you mean `megazero {near[0]}`?" if near else "`megazero --help` lists the commands"
+    hint = did_you_mean(name, COMMANDS, cutoff=0.5) or "`megazero --help` lists the commands"
     print(f"megazero: {name} is no command; {hint}", file=sys.stderr)
     return 2

@@ -1,6 +1,5 @@
 """Presets: TOML files of flags, such as scripts/presets/tiny.toml or the config.toml of an earlier run."""
 
-import difflib
 import json
 import tomllib
 import typing
@@ -15,6 +14,7 @@ from megazero.flags.architecture_flags import flags_of
 from megazero.flags.config import Config
 from megazero.flags.flag_names import flags, with_values
 from megazero.flags.foreign.flag_table import retired
+from megazero.units import did_you_mean
 
 PRESETS = Path(__file__).parent / "presets"  # a link to scripts/presets; files of the package where it is installed
 
@@ -70,9 +70,8 @@ def typed_values(content: Mapping[str, Any], source: str) -> dict[str, Any]:
     known, values = flags(), {}
     for key, value in content.items():
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else "; see --help for the flags"
-            raise ValueError(f"{source}: unknown key {key!r}{hint}")
+            hint = did_you_mean(key, known) or "see --help for the flags"
+            raise ValueError(f"{source}: unknown key {key!r}; {hint}")
         try:
             values[key] = _convert(value, known[key].kind)
         except msgspec.ValidationError as error:
@@ -95,6 +94,5 @@ def _find(name: str) -> Path:
         if path.is_file():
             return path
     known = preset_names()
-    close = difflib.get_close_matches(Path(name).stem, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise ValueError(f"--preset {name}: no such file, nor a preset; there are {', '.join(known)}{hint}")
+    hint = did_you_mean(Path(name).name.removesuffix(".toml"), known) or f"there are {', '.join(known)}"
+    raise ValueError(f"--preset {name}: no such file, nor a preset; {hint}")

@@ -16,6 +16,7 @@ from megazero.flags.flag_names import as_flag
 from megazero.flags.limit_checks import divisors, shorten
 from megazero.flags.pipeline_split import layer_costs, layer_split
 from megazero.flags.validate import check_values, ring_refusal
+from megazero.units import did_you_mean
 
 # Blocks x micro-batches of a rank in an iteration: its program is a list with operations for each of them.
 MAX_BLOCK_RUNS = 2**17
@@ -251,9 +252,9 @@ def _check_schedule(config: Config) -> None:
     )
     schedule = SCHEDULES.get(name)
     if schedule is None:
-        close = difflib.get_close_matches(name, SCHEDULES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"--pipeline-schedule {name} is unknown; use one of {', '.join(SCHEDULES)}{hint}")
+        hint = did_you_mean(name, SCHEDULES)
+        known = "; ".join(filter(None, [", ".join(SCHEDULES), hint]))
+        raise ValueError(f"--pipeline-schedule {name} is unknown; use one of {known}")
     if schedule.virtual_stages != (chunks > 1):
         virtual = [known for known in SCHEDULES if SCHEDULES[known].virtual_stages]
         raise ValueError(

@@ -9,7 +9,8 @@ from megazero.engine.plan.program.rank_spec import RankSpec
 def update_imbalance(spec: RankSpec) -> float:
     """Return the cost of updating matrices on the busiest rank of a sharding group, over the mean of its ranks."""
     found = [1.0]
-    for name in spec.groups:
+    # Other optimizers cut matrices anywhere: their ranks have equal work.
+    for name in (name for name, group in spec.groups.items() if group.whole):
         units = [unit for unit in spec.units.values() if unit.group == name]
         ranks = zip(*([unit.flat.cost(owned) for owned in unit.owned] for unit in units), strict=True)
         costs = [sum(rank) for rank in ranks]

@@ -1,11 +1,12 @@
 """`Plan`: predicted memory, traffic and time of a run on a cluster. docs/plan.md explains every number."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from megazero.data.remembered import data_tokenizer
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.layout.zero_policy import offload_fraction
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.config import Config
 from megazero.flags.flag_names import with_values
@@ -25,21 +26,62 @@ from megazero.planner.trace.trace import model_flops
 SECONDS_PER_DAY = 86_400
 RECOMPUTE = ("none", "selective", "full")
 
-# part of a step -> ways to shorten it
-ADVICE = {
-    "recompute": "--recompute selective, or none, if there is memory for it",
-    "optimizer": "a higher --zero-stage, which updates less per device, or a larger --global-batch-size; on the host, "
-    "a smaller --optimizer-offload-fraction",
-    "tp": "a smaller --tensor-model-parallel-size, within a node; a larger --micro-batch-size; --sequence-parallel",
-    "cp": "more tokens per rank (a smaller --context-parallel-size), context-parallel ranks within a node",
-    "ep": "a smaller --expert-model-parallel-size, its ranks within a node; a shared expert, which hides the exchange",
-    "dp": "a larger --global-batch-size; --zero-stage 1; --zero-reduce-every step; --zero-shard-size of a node",
-    "pp": "a smaller --pipeline-model-parallel-size, or fewer --virtual-pipeline-stages",
-    "host": "more compute per block (a larger --micro-batch-size), or less on the host: --no-checkpoint-in-cpu, "
-    "--no-optimizer-cpu-offload",
-    "bubble": "more micro-batches (a larger --global-batch-size, a smaller --micro-batch-size), --pipeline-schedule "
-    "interleaved or zero-bubble, or fewer stages",
-    "copies": "--no-checkpoint-in-cpu",
+Possible = Callable[[Config, Layout], bool]
+
+
+def _always(config: Config, layout: Layout) -> bool:
+    return True
+
+
+# part of a step -> ways to shorten it, each with the condition under which it changes anything
+ADVICE: dict[str, tuple[tuple[str, Possible], ...]] = {
+    "recompute": (
+        ("--recompute none, if there is memory for it", lambda c, _: c.activations.recompute == "selective"),
+        ("--recompute selective, or none, if there is memory for it", lambda c, _: c.activations.recompute == "full"),
+    ),
+    "optimizer": (
+        ("--zero-stage 1, which updates less per device", lambda c, layout: not c.zero.zero_stage and layout.data > 1),
+        ("a larger --global-batch-size", _always),
+        ("a smaller --optimizer-offload-fraction", lambda c, _: offload_fraction(c) > 0),
+    ),
+    "tp": (
+        ("a smaller --tensor-model-parallel-size, within a node", _always),
+        ("a larger --micro-batch-size", lambda c, layout: c.micro_batches(layout.dp) > 1),
+        ("--sequence-parallel", lambda c, _: not c.parallel.sequence_parallel),
+    ),
+    "cp": (
+        ("more tokens per rank (a smaller --context-parallel-size)", _always),
+        ("context-parallel ranks within a node", _always),
+    ),
+    "ep": (
+        ("a smaller --expert-model-parallel-size, its ranks within a node", _always),
+        ("a shared expert, which hides the exchange", lambda c, _: not c.model.moe_shared_expert_intermediate_size),
+    ),
+    "dp": (
+        ("a larger --global-batch-size", _always),
+        ("--zero-stage 1", lambda c, _: c.zero.zero_stage > 1),
+        ("--zero-reduce-every step", lambda c, _: c.zero.zero_stage > 1 and c.zero.zero_reduce_every != "step"),
+        ("--zero-shard-size of a node", lambda c, layout: c.zero.zero_stage > 0 and layout.shard == layout.data),
+    ),
+    "pp": (
+        ("a smaller --pipeline-model-parallel-size", _always),
+        ("fewer --virtual-pipeline-stages", lambda _, layout: layout.chunks > 1 and not layout.v_shaped),
+    ),
+    "host": (
+        ("more compute per block (a larger --micro-batch-size)", lambda c, layout: c.micro_batches(layout.dp) > 1),
+        ("--no-checkpoint-in-cpu", lambda c, _: c.activations.checkpoint_in_cpu),
+        ("--no-optimizer-cpu-offload", lambda c, _: c.optimizer.optimizer_cpu_offload),
+    ),
+    "bubble": (
+        ("more micro-batches (a larger --global-batch-size)", _always),
+        ("a smaller --micro-batch-size", lambda c, _: c.training.micro_batch_size > 1),
+        (
+            "--pipeline-schedule interleaved or zero-bubble",
+            lambda c, _: c.parallel.pipeline_schedule in ("gpipe", "1f1b"),
+        ),
+        ("fewer stages", _always),
+    ),
+    "copies": (("--no-checkpoint-in-cpu", lambda c, _: c.activations.checkpoint_in_cpu),),
 }
 
 
@@ -174,7 +216,9 @@ def advice(plan: Plan) -> Iterator[str]:
         return
     worst = max((name for name in parts if name != "compute"), key=lambda name: parts[name])
     if parts[worst] >= 0.1 * plan.seconds:
-        yield f"{worst} takes {parts[worst] / plan.seconds:.0%} of a step; to shorten it: {ADVICE[worst]}"
+        ways = [words for words, possible in ADVICE[worst] if possible(config, plan.layout)]
+        shorter = f"; to shorten it: {'; '.join(ways)}" if ways else ""
+        yield f"{worst} takes {parts[worst] / plan.seconds:.0%} of a step{shorter}"
     room = _with_less_recompute(plan)
     if room:
         yield room
@@ -208,12 +252,14 @@ def _what_fits(plan: Plan) -> str:
 
 
 def _with_less_recompute(plan: Plan) -> str:
-    """Return a sentence if there is memory for less recompute, else an empty text."""
+    """Return a sentence if there is memory for less recompute that saves 1 % of a step, else an empty text."""
+    saved = plan.time.expected.parts["recompute"]
+    if saved < plan.seconds / 100:
+        return ""
     for kind in RECOMPUTE[: RECOMPUTE.index(plan.config.activations.recompute)]:
         values = {"recompute": kind, "partition-activations": False, "contiguous-checkpointing": False}
         changed = with_values(plan.config, values)
         if allowed(changed, plan.layout) and (peak := _peak(plan, changed)) <= plan.usable:
-            saved = plan.time.expected.parts["recompute"]
             return f"--recompute {kind} fits too ({peak / 1e9:.1f} GB per device), and saves up to {saved:.2f} s a step"
     return ""
 

@@ -1,6 +1,5 @@
 """Values of our own flags as other systems spell or name them, and refusals of values that a flag does not take."""
 
-import difflib
 import fnmatch
 import re
 import typing
@@ -9,6 +8,7 @@ from typing import Any
 
 from megazero.flags.foreign.flag import Refused, layer_letters
 from megazero.flags.foreign.flag_table import Value, kebab
+from megazero.units import did_you_mean
 
 WINDOW = re.compile(r"\(?(-1|[0-9]+),0\)?")  # Megatron-LM: (keys before a query, keys after it)
 FLOAT = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?([eE]\+?[0-9]{1,3})?")
@@ -59,8 +59,7 @@ def translate_value(name: str, kind: Any, values: Sequence[str], rows: Callable[
             return [f"--{name}", *row.words.split()]
     if not known:
         raise Refused(f"--{name} takes {NUMBERS[kind]}")
-    close = difflib.get_close_matches(word, known, n=1)
-    raise Refused(f"there are {', '.join(known)}" + (f"; did you mean {close[0]}?" if close else ""))
+    raise Refused("; ".join(filter(None, [f"there are {', '.join(known)}", did_you_mean(word, known)])))
 
 
 def _is(kind: Callable[[str], object], word: str) -> bool:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 SHOWN, PRINTED = 10, 5  # rows of the table, command lines
 COLUMNS = (
-    "step s, TFLOP/s, GB, tp, cp, pp, virtual, schedule, dp, ZeRO, shard, recompute, SP, Pa, micro, bubble, dp wait"
+    "step s, TFLOP/s, expected, GB, tp, cp, pp, virtual, schedule, dp, ZeRO, shard, recompute, SP, Pa, micro, bubble, "
+    "dp wait"
 )
 
 NODE_CPUS = 64  # which a node with GPUs has at least; SLURM refuses a job that asks for more CPUs than there are
@@ -54,7 +55,10 @@ def run_search(config: Config, argv: list[str], console: Console, given: Collect
         return []
     plans = simulated[:SHOWN]
     console.print(
-        f"{layouts} on {cluster}, {len(simulated)} of them simulated; the {len(plans)} fastest:", highlight=False
+        f"{layouts} on {cluster}; the {len(plans)} fastest of the {len(simulated)} simulated:"
+        if len(simulated) > len(plans)
+        else f"{layouts} on {cluster}; {len(simulated)} of them simulated, fastest first:",
+        highlight=False,
     )
     columns, rows = COLUMNS.split(", "), [_row(plan) for plan in plans]
     if config.model.num_experts:
@@ -78,6 +82,7 @@ def _row(plan: Plan) -> list[str]:
     cells = (
         f"{plan.seconds:.4g}",
         f"{plan.tflops:.1f}",
+        f"{plan.reached.of(plan.tflops)[0]:.0f}" if plan.reached else "",
         f"{plan.stages[plan.fullest].peak / 1e9:.1f}",
         *(layout.tp, layout.cp, layout.pp, layout.chunks, parallel.pipeline_schedule, layout.dp),
         *(config.zero.zero_stage, layout.shard, activations.recompute),

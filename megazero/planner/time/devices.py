@@ -4,7 +4,6 @@ scripts/devices has a file per device; scripts/measure_device.py writes one for 
 constant has a source, and a range if it is uncertain. Pure.
 """
 
-import difflib
 import fnmatch
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from megazero.engine.plan.layout.topology import Layout, Ranks, disjoint
 from megazero.files import read_small
 from megazero.flags.config import TrainingConfig
 from megazero.typed_files import decode
+from megazero.units import did_you_mean
 
 # A link to scripts/devices; files of the package where it is installed.
 DEVICES = Path(__file__).parents[1] / "device_files"
@@ -240,12 +240,11 @@ def load_device(name: str) -> Device:
         raise ValueError(f"--device-type is missing; name one of {', '.join(known)}, or a TOML file")
     path = Path(name) if name.endswith(".toml") else DEVICES / f"{name}.toml"
     if not path.is_file():
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
+        hint = did_you_mean(name, known) or f"there are {', '.join(known)}."
         raise ValueError(
-            f"--device-type {name}: no such TOML file, nor a device of scripts/devices; {hint}the devices are "
-            f"{', '.join(known)}. For another device give a TOML file: a copy of a similar device with the numbers of "
-            "the data sheet, or the output of scripts/measure_device.py for this CPU (docs/plan.md)"
+            f"--device-type {name}: no such TOML file, nor a device of scripts/devices; {hint} For another device give "
+            "a TOML file: a copy of a similar device with the numbers of the data sheet, or the output of "
+            "scripts/measure_device.py for this CPU (docs/plan.md)"
         )
     try:
         file: Any = decode(read_small(path), _DeviceFile, path)

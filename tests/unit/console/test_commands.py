@@ -41,7 +41,7 @@ def test_a_command_ends_quietly_if_its_reader_has_ended(words: str) -> None:
 
 @for_each(
     ("word", "hint"),
-    [("trian", "did you mean `megazero train`?"), ("zzz", "`megazero --help` lists the commands"), ("--lr", "--help")],
+    [("trian", "did you mean train?"), ("zzz", "`megazero --help` lists the commands"), ("--lr", "--help")],
 )
 def test_an_unknown_command_gets_one_sentence(capsys: pytest.CaptureFixture[str], word: str, hint: str) -> None:
     assert run_command([word]) == 2

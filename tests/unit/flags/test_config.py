@@ -272,7 +272,7 @@ def test_the_last_preset_wins_alone(presets: Path) -> None:
 
 
 def test_an_unknown_preset_is_refused(presets: Path) -> None:
-    with pytest.raises(ValueError, match=r"--preset smal: .*there are small, wide; did you mean small\?"):
+    with pytest.raises(ValueError, match=r"--preset smal: .*nor a preset; did you mean small\?"):
         parse(["--preset", "smal"])
     with pytest.raises(ValueError, match=r"--preset x/y\.toml: no such file"):
         parse(["--preset", "x/y.toml"])

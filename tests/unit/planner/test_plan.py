@@ -13,6 +13,7 @@ from rich.console import Console
 import pretrain_gpt
 from megazero.command.predict import predict
 from megazero.engine.model.stage import declare
+from megazero.engine.plan.layout.flat_layout import Matrices
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.operations import Fetch, Forward, Gather, Start, Update, Wait
@@ -491,6 +492,29 @@ def test_less_recompute_is_offered_where_it_fits() -> None:
     assert not any("fits too" in line for line in advice(plan._replace(device=tight)))
 
 
+@for_each(
+    ("part", "flags", "said", "unsaid"),
+    [
+        ("tp", "--tensor-model-parallel-size 4 --global-batch-size 1", "--sequence-parallel", "--micro-batch-size"),
+        ("tp", "--tensor-model-parallel-size 2 --sequence-parallel", "a smaller --tensor", "--sequence-parallel"),
+        ("dp", "--zero-stage 3 --zero-shard-size 2", "--zero-stage 1", "--zero-shard-size"),
+        ("dp", "--zero-stage 2 --zero-reduce-every step", "--zero-stage 1", "--zero-reduce-every"),
+        ("dp", "--zero-stage 1", "--zero-shard-size", "--zero-stage 1"),
+        ("optimizer", "--zero-stage 1", "a larger --global-batch-size", "--zero-stage"),
+        ("optimizer", "--zero-stage 0", "--zero-stage 1", "--optimizer-offload-fraction"),
+        ("bubble", "--pipeline-model-parallel-size 2", "zero-bubble", "--micro-batch-size"),
+        ("bubble", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", "fewer stages", "--pipeline-s"),
+        ("recompute", "--recompute selective", "--recompute none", "--recompute selective"),
+    ],
+)
+def test_advice_names_only_flags_that_change_the_run(part: str, flags: str, said: str, unsaid: str) -> None:
+    line = f"{SMALL} --global-batch-size 4 {flags} --micro-batch-size 1 --world-size 4 --device-type a100-80gb --plan"
+    plan = make_plan(*plan_config(parse(line.split())))
+    worst = plan.time.expected._replace(parts={**plan.time.expected.parts, part: plan.seconds / 2})
+    (limit,) = [each for each in advice(plan._replace(time=plan.time._replace(expected=worst))) if part in each[:9]]
+    assert said in limit and unsaid not in limit, limit
+
+
 SEARCH = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 128 --vocab-size 128 --precision bf16"
 
 
@@ -546,7 +570,7 @@ def test_a_search_keeps_the_flags_of_the_command_line(
     )
     predict(read([*line.split(), "2"]))
     printed = capsys.readouterr().out
-    assert f" layouts with {given} on 2 x a100-80gb, 1 of them simulated" in printed
+    assert f" layouts with {given} on 2 x a100-80gb; 1 of them simulated" in printed
     (command,) = [each for each in printed.splitlines() if "--nproc 2" in each]
     words = command.split("--nproc 2 ")[1].split()
     assert all(words.count(word) == 1 for word in given.split() if word.startswith("--"))
@@ -623,6 +647,21 @@ def test_updates_of_whole_matrices_by_hand() -> None:
     assert muon(Update("blocks.1")) == pytest.approx((flops / 1e12 + sent) / 4 * uneven + bytes_moved)
     costs = [sum(unit.flat.cost(unit.owned[rank]) for unit in spec.units.values()) for rank in range(4)]
     assert uneven == pytest.approx(max(costs) / (sum(costs) / 4)) and uneven > 1
+
+
+@for_each("optimizer", ["adamw", "muon"])
+def test_the_cost_of_matrices_is_added_up_once(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at all for an optimizer that cuts them, whose ranks are even; else once per matrix, however many ranks."""
+    flags = f"{SMALL} --optimizer {optimizer} --zero-stage 1 --num-experts 64 --architecture llama"
+    config, layout = resolve(parse(flags.split()), 32, 0, declare)
+    asked: list[Matrices] = []
+    cost = Matrices.cost.fget
+    monkeypatch.setattr(Matrices, "cost", property(lambda matrices: asked.append(matrices) or cost(matrices)))
+    spec = rank_spec(config, layout, 0, declare)
+    uneven, flats = update_imbalance(spec), {id(unit.flat): unit.flat for unit in spec.units.values()}
+    matrices = sum(piece.matrices is not None for flat in flats.values() for piece in flat.pieces)
+    assert matrices > 100 and layout.dp == 32
+    assert (uneven > 1, len(asked)) == ((True, matrices) if optimizer == "muon" else (False, 0))
 
 
 @for_each("schedule", ["1f1b", "interleaved --virtual-pipeline-stages 2"])

@@ -13,6 +13,8 @@ total is a multiple of ALIGN x the ranks that share the buffer.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -150,7 +152,13 @@ class FlatLayout:
 
     def cost(self, owned: Range) -> int:
         """Return the cost of updating the matrices in a range, which begins and ends between pieces."""
-        return sum(matrices.cost for matrices in self.matrices_in(owned))
+        first, stop = (bisect.bisect_left(self.pieces, at, key=lambda piece: piece.start) for at in owned)
+        return self._costs[stop] - self._costs[first]
+
+    @functools.cached_property
+    def _costs(self) -> list[int]:
+        """The cost of all pieces before each, and of all."""
+        return [0, *itertools.accumulate(piece.matrices.cost if piece.matrices else 0 for piece in self.pieces)]
 
     def matrices_in(self, owned: Range) -> list[Matrices]:
         """Return the matrices of each piece in a range."""
