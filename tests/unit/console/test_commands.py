@@ -11,7 +11,9 @@ import pytest
 from megazero.called_as import SUBCOMMANDS, in_own_words, program_name
 from megazero.console.commands import COMMANDS, run_command
 from megazero.log import log
-from tests.helpers.programs import ROOT
+from megazero.verify.compare import Row
+from megazero.verify.verification import Proof, Verification
+from tests.helpers.programs import ROOT, warm
 from tests.helpers.table import for_each
 
 INSTALLED = "/usr/bin/megazero"
@@ -48,6 +50,44 @@ def test_an_unknown_command_gets_one_sentence(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and f"{word} is no command" in printed.err
     assert hint in printed.err
+
+
+# A mistake of a user, and words of the sentence that names it.
+MISTAKES = {
+    "train": ("--preset none-such", "--preset none-such: no such file"),
+    "plan": ("--preset tiny --world-size 2", "megazero plan needs --device-type NAME, such as h100-80gb; add it\n"),
+    "launch": ("--nproc none", "--nproc 'none' is not a number"),
+    "generate": ("--load none-such", "--load none-such holds no checkpoint"),
+    "preprocess": ("--input none-such --output-prefix x --tokenizer byte", "--input none-such: No such file"),
+    "tokenizer": ("--input none-such --output x --vocab-size 300", "--input none-such: No such file"),
+    "peek": ("none-such", "no file none-such.bin"),
+    "tasks": ("--from arc --input none-such --output x", "none-such: No such file"),
+    "checkpoint": ("verify none-such", "none-such holds no checkpoint"),
+    "verify": ("--world-size 2 --num-layers -1", "--num-layers -1: must be at least 1"),
+    "report": ("none-such", "none-such/metrics.jsonl does not exist"),
+    "program": ("--world-size 2 --num-layers -1", "--num-layers -1: must be at least 1"),
+}
+
+
+@for_each("name", list(COMMANDS))
+def test_a_command_that_fails_ends_with_a_sentence_and_an_exit_code(name: str) -> None:
+    """Equal ones as a subcommand and as the script that it is too, whose processes end with it."""
+    words, said = MISTAKES[name]
+    scripts = [each for each, subcommand in SUBCOMMANDS.items() if subcommand == name and each.endswith(".py")]
+    calls = [("megazero/__main__.py", name), *((script,) for script in scripts)]
+    ended = [warm(*call, *words.split()) for call in calls]
+    for done in ended:
+        assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
+        assert done.stdout == "" and done.stderr.count("\n") == 1, done
+    assert said in ended[0].stderr and len({done.returncode for done in ended}) == 1, ended
+
+
+@for_each(("passed", "code"), [(True, 0), (False, 1)])
+def test_a_verdict_is_an_exit_code(passed: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row(what="loss", difference=1.0, where="", tolerance=0.5, passed=passed)
+    proof = Proof(passed=passed, words=[], tables={"steps": [row]}, first="", lost="", seconds=1.0)
+    monkeypatch.setattr(Verification, "run", lambda self: proof)
+    assert run_command(["verify", "--preset", "tiny"]) == code
 
 
 @for_each("name", list(COMMANDS))
