@@ -4,10 +4,22 @@
 `megazero train` where it is installed. Exit codes are in megazero/command/pretrain.py.
 """
 
-from megazero.command.pretrain import pretrain as main
-from megazero.command.pretrain import run_pretrain as command
+import sys
 
-__all__ = ["command", "main"]
+from megazero.console.commands import run_command
+
+
+def main(argv: list[str]) -> None:
+    """Train as the command line `argv` says. Errors are exceptions."""
+    from megazero.command.pretrain import pretrain
+
+    pretrain(argv)
+
+
+def command() -> None:
+    """Run as a program."""
+    sys.exit(run_command(["train", *sys.argv[1:]]))
+
 
 if __name__ == "__main__":
     command()

@@ -10,6 +10,7 @@ The result of a command, such as the table of --plan, is printed, not logged.
 """
 
 import contextlib
+import io
 import logging
 import sys
 
@@ -41,6 +42,8 @@ class Console(logging.Handler):
 
 def log_as(rank: int, world_size: int) -> None:
     """Set the rank of this process; without a call it is 0 of 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr: else a terminal without UTF-8 loses a whole text
+        sys.stdout.reconfigure(errors="backslashreplace")
     log.handlers.clear()
     log.addHandler(Console(rank, world_size))
 

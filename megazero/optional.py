@@ -1,6 +1,7 @@
 """Packages that only some options need, imported at their use; a message names a missing one."""
 
 import importlib.util
+import sys
 import traceback
 from typing import Any
 
@@ -17,6 +18,7 @@ EXTRAS = {
     "gigatoken": "data",
     "isal": "data",
 }
+OURS = ("megazero", "data_tools")
 
 
 def load_optional(module: str, purpose: str) -> Any:
@@ -44,11 +46,11 @@ def require_optional(package: str, purpose: str) -> None:
 def missing_package(error: ModuleNotFoundError) -> str:
     """Return one sentence for a package that could not be imported, with the command that installs it."""
     package = (error.name or "").partition(".")[0]
-    if package not in EXTRAS:
-        traceback.print_exception(error)  # not an optional package: the installation, or this code, is broken
+    if package in ("", *OURS) or (package != error.name and importlib.util.find_spec(package)):
+        traceback.print_exception(error)  # the installation, or this code, is broken
         return f"lacks a Python module: {error}"
-    extra = EXTRAS[package]
-    return (
-        f"needs the Python package {package}, which is not installed; pip install {package}, or, in a clone of "
-        f"megazero, pip install -e '.[{extra}]'"
-    )
+    if package in EXTRAS:
+        way = f"pip install {package}, or, in a clone of megazero, pip install -e '.[{EXTRAS[package]}]'"
+    else:
+        way = "in a clone of megazero, pip install ., or bash scripts/quickstart.sh and then . .venv/bin/activate"
+    return f"needs the Python package {package}, which is not installed for {sys.executable}; {way}"

@@ -6,9 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.console.checkpoint_tool import COMMANDS, run_checkpoint_tool
-
-__all__ = ["COMMANDS"]
+from megazero.console.commands import run_command
 
 if __name__ == "__main__":
-    sys.exit(run_checkpoint_tool(sys.argv[1:]))
+    sys.exit(run_command(["checkpoint", *sys.argv[1:]]))

@@ -6,10 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.console.generate_tool import GenerateOptions as Options
-from megazero.console.generate_tool import run_generate
-
-__all__ = ["Options"]
+from megazero.console.commands import run_command
 
 if __name__ == "__main__":
-    run_generate(sys.argv[1:])
+    sys.exit(run_command(["generate", *sys.argv[1:]]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.console.program_tool import print_program
+from megazero.console.commands import run_command
 
 if __name__ == "__main__":
-    sys.exit(print_program(sys.argv[1:]))
+    sys.exit(run_command(["program", *sys.argv[1:]]))

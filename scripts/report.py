@@ -6,10 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.observe.report.report_command import ReportOptions as Options
-from megazero.observe.report.report_command import write_reports
-
-__all__ = ["Options"]
+from megazero.console.commands import run_command
 
 if __name__ == "__main__":
-    sys.exit(write_reports(sys.argv[1:]))
+    sys.exit(run_command(["report", *sys.argv[1:]]))

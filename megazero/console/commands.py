@@ -107,7 +107,13 @@ def run_command(words: Words | None = None) -> int:
     """Run a command line, by default that of the process, and return the exit code."""
     name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
     if name in COMMANDS:
-        return COMMANDS[name].run(rest) or 0
+        try:
+            return COMMANDS[name].run(rest) or 0
+        except ModuleNotFoundError as error:  # of an import; the commands themselves report a package of an extra
+            from megazero.optional import missing_package
+
+            print(f"megazero {name} {missing_package(error)}", file=sys.stderr)
+            return 1
     if name in ("--help", "-h", "help"):
         print("usage: megazero COMMAND [FLAGS]\n\nPretrain language models: one model, any layout.\n")
         print("\n".join(f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()))

@@ -15,6 +15,7 @@ from megazero.verify.compare import Row
 from megazero.verify.verification import Proof, Verification
 from tests.helpers.programs import ROOT, warm
 from tests.helpers.table import for_each
+from tests.unit.data_helpers import write_corpus
 
 INSTALLED = "/usr/bin/megazero"
 
@@ -80,6 +81,23 @@ def test_a_command_that_fails_ends_with_a_sentence_and_an_exit_code(name: str) -
         assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
         assert done.stdout == "" and done.stderr.count("\n") == 1, done
     assert said in ended[0].stderr and len({done.returncode for done in ended}) == 1, ended
+
+
+@for_each("words", ["-m megazero train", "-m megazero peek", "pretrain_gpt.py", "scripts/verify.py"])
+def test_an_interpreter_without_the_packages_is_named(words: str) -> None:
+    done = subprocess.run([sys.executable, "-S", *words.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert re.search(rf"needs the Python package \w+, which is not installed for {sys.executable}; ", done.stderr)
+
+
+def test_text_that_a_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    """Instead of an error at the end of the work, or a line of the log that is lost."""
+    code = "from megazero.log import log; from data_tools.peek import command; log.info('sûr'); command()"
+    write_corpus(tmp_path / "c", [[*"où?".encode()]])
+    words = [sys.executable, "-c", code, str(tmp_path / "c"), "--tokenizer", "byte"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "s\\xfbr" in done.stdout and "o\\xf9?" in done.stdout, done
 
 
 @for_each(("passed", "code"), [(True, 0), (False, 1)])

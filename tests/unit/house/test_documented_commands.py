@@ -16,9 +16,12 @@ import tyro
 import yaml
 
 from megazero.called_as import SUBCOMMANDS
+from megazero.console import checkpoint_tool
+from megazero.console.generate_tool import GenerateOptions
 from megazero.console.program_tool import program_options
 from megazero.flags.cli import read
 from megazero.flags.flag_names import flags
+from megazero.observe.report.report_command import ReportOptions
 from megazero.verify.command import own_options
 from tests.helpers.programs import ROOT, warm
 from tests.helpers.table import for_each
@@ -42,6 +45,14 @@ OF_RUNS = {
     "scripts/verify.py": own_options,
     "scripts/print_program.py": program_options,
 }  # with flags of runs
+
+
+# Options of scripts that only call a subcommand.
+OPTIONS = {
+    "scripts/checkpoint.py": checkpoint_tool.COMMANDS,
+    "scripts/generate.py": GenerateOptions,
+    "scripts/report.py": ReportOptions,
+}
 
 
 def commands(text: str) -> Iterator[str]:
@@ -163,7 +174,7 @@ def _parse(program: str, words: list[str]) -> bool:
     if program.startswith("benchmarks/"):
         return False
     module = importlib.import_module(program.removesuffix(".py").replace("/", "."))
-    options = getattr(module, "Options", None) or getattr(module, "COMMANDS", None)
+    options = OPTIONS.get(program) or getattr(module, "Options", None)
     if options is None:
         return False
     if isinstance(options, dict):

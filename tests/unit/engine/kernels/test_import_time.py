@@ -24,9 +24,8 @@ def test_a_start_imports_no_heavy_modules() -> None:
     """A step of training needs none of them; `torch` itself imports parts of some others."""
     program = f"""
 import gc, sys
-import pretrain_gpt
-sys.argv = ["pretrain_gpt.py", *"{FLAGS}".split()]
-pretrain_gpt.command()
+from megazero.console.commands import run_command
+run_command(["train", *"{FLAGS}".split()])
 print(sorted(set({HEAVY}) & set(sys.modules)), "torch._dynamo" in sys.modules, gc.isenabled(), gc.get_freeze_count())
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
