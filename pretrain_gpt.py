@@ -10,7 +10,7 @@ from megazero.console.commands import run_command
 
 
 def main(argv: list[str]) -> None:
-    """Train as the command line `argv` says. Errors are exceptions."""
+    """Run a command line in this process. Errors are exceptions."""
     from megazero.command.pretrain import pretrain
 
     pretrain(argv)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sourced by quickstart.sh and test.sh: makes .venv and installs a requirements file into it, once.
+# Sourced by quickstart.sh and test.sh: makes .venv and installs a requirements file and megazero into it, once.
 #   . scripts/install.sh; install requirements.txt
 set -euo pipefail
 
@@ -19,11 +19,12 @@ install() {
   fi
   # One stamp per file, with its contents and those of the files it includes: unchanged files are not installed again.
   stamp=.venv/installed-$(basename "$requirements")
-  if ! cat requirements.txt "$requirements" | cmp -s - "$stamp"; then
+  if ! cat requirements.txt "$requirements" | cmp -s - "$stamp" || [ ! -x .venv/bin/megazero ]; then
     echo "installing $requirements into .venv (once; a few minutes)"
     local quiet=--quiet
     [ ! -t 1 ] || quiet=--progress-bar=on
     "$python" -m pip install "$quiet" --disable-pip-version-check -r "$requirements"
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps -e . # the command `megazero`
     cat requirements.txt "$requirements" >"$stamp"
   fi
 }

@@ -32,6 +32,8 @@ PAGES = {
 }
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 FENCE, ITEM = re.compile(r"^ *```"), re.compile(r"^( *)([-*]|\d+\.) +")
+ALERT = re.compile(r"^> \[!(\w+)\]\n((?:>.*\n)+)", re.MULTILINE)
+STYLE = "@media (min-width: 76.25em) { .md-grid { max-width: 80rem } }\n"  # for lines of 120 characters
 SHOWN = (".md", ".png", ".svg")
 
 
@@ -41,6 +43,7 @@ def on_files(files: Files, config: Any) -> Files:
         "reference/flags.md": flags_page(),
         "reference/messages.md": messages_page(),
         "reference/decisions.md": decisions_page(),
+        "style.css": STYLE,
     }
     generated |= {name: (ROOT / source).read_text() for source, name in PAGES.items() if (ROOT / source).is_file()}
     for name, text in generated.items():
@@ -69,7 +72,12 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
             return link[0]
         return posixpath.relpath(name, folder or ".")
 
-    return _spaced_lists(LINK.sub(lead, markdown).replace("> [!IMPORTANT]\n", ""))
+    return _spaced_lists(ALERT.sub(_box, LINK.sub(lead, markdown)))
+
+
+def _box(alert: re.Match[str]) -> str:
+    """Return GitHub's alert as the site's box."""
+    return f'!!! warning "{alert[1].capitalize()}"\n\n' + re.sub("^> ?", "    ", alert[2], flags=re.MULTILINE)
 
 
 def _target(link: str, page: str) -> str:
@@ -94,7 +102,7 @@ def _spaced_lists(markdown: str) -> str:
     """Return the text with lists as Python-Markdown reads them."""
     lines: list[str] = []
     columns: list[tuple[int, int]] = []  # of each open item: of its marker, and of its text
-    fenced = False
+    fenced = loose = False  # loose: an empty line is in the open item, so that the next item needs one too
     for line in markdown.split("\n"):
         fence, item = FENCE.match(line), None if fenced else ITEM.match(line)
         indent = len(line) - len(line.lstrip())
@@ -105,10 +113,11 @@ def _spaced_lists(markdown: str) -> str:
             else:
                 break
         follows_text = item and lines and lines[-1].strip() and not ITEM.match(lines[-1])
-        if follows_text and (columns or not listed):
+        if follows_text and (columns or not listed or loose):
             lines.append("")
         shift = 4 * len(columns) - columns[-1][1] if columns else 0
         lines.append(" " * max(indent + shift, 0) + line.lstrip() if line.strip() else line)
+        loose = not item and (loose or not line.strip()) if listed else False
         if item:
             columns.append((indent, item.end()))
         fenced ^= bool(fence)

@@ -71,9 +71,15 @@ def test_a_link_to_no_file_is_a_warning(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_lists_and_tables_are_rendered(site: Path) -> None:
     for name, text in articles(site).items():
-        text = re.sub(r"<pre>.*?</pre>", "", text, flags=re.DOTALL)
+        text = re.sub(r"<(pre|code)\b.*?</\1>|</?(?:a|strong|em)\b[^>]*>", "x", text, flags=re.DOTALL)
         paragraphs = re.findall(r"<(?:p|li)>(.*?)</", text, re.DOTALL)
         assert not [p for p in paragraphs if re.search(r"^\s*(?:[-*]|\d+\.) \S|^\|.*\||```", p, re.MULTILINE)], name
+
+
+def test_what_github_marks_is_a_box_and_lines_are_whole(site: Path) -> None:
+    start = (site / "index.html").read_text()
+    (box,) = re.findall(r'<div class="admonition warning">(.*?)</div>', start, re.DOTALL)
+    assert "Never run on a GPU" in box and "[!" not in start and "max-width: 80rem" in (site / "style.css").read_text()
 
 
 def test_what_a_user_searches_is_found(site: Path) -> None:
