@@ -6,6 +6,7 @@ import json
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from megazero.data.task_files import read_tasks
 from megazero.data.task_requests import PackedRequests, Pair, TaskRequests, encode_tasks
 from megazero.data.tokenizer import load_tokenizer
+from megazero.engine.mesh.collectives import Axis
 from megazero.flags.config import CheckpointConfig, Config, EvaluationConfig, LogConfig
+from megazero.generation.target_scores import _likeliest
 from megazero.run.stopping import Wish
 from megazero.run.task_scores import TaskScorer
 from tests import reference
@@ -107,6 +110,14 @@ def test_every_layout_scores_every_request(case: Case, packs: bool, ranks, tmp_p
     for nats, missed in ranks(case.world).run(scored, case, wanted.requests, packs):
         assert len(nats) == COUNT and max(abs(a - b) for a, b in zip(nats, wanted.nats, strict=True)) < 1e-10
         assert missed == wanted.missed
+
+
+def test_padding_is_never_the_likeliest_token() -> None:
+    """Its logits are 0, above those of all tokens here."""
+    logits = torch.tensor([[-3.0, -1.0, -2.0, 0.0, 0.0], [-5.0, -7.0, -4.0, 0.0, 0.0]])
+    context = SimpleNamespace(tp=Axis("tp", [0], 0))
+    table: Any = SimpleNamespace(context=context, num_rows=3, first_row=10, vocab_size=13)
+    assert _likeliest(table, logits).tolist() == [11, 12]
 
 
 # -- requests to stop

@@ -44,6 +44,7 @@ def values(command: Command, *names: str) -> tuple[Any, ...]:
         ("--train-tokens 1001 --micro-batch-size 2 --seq-length 50 --tp 2 --pp 2", 6),
         ("--train-tokens 1001 --micro-batch-size 2 --seq-length 50 --plan --world-size 2", 6),
         ("--train-tokens 1001 --micro-batch-size 2 --seq-length 50 --rehearse 4:1", 3),
+        ("--train-tokens 7001 --micro-batch-size 2 --seq-length 50 --plan --world-size 210 --tp 2 --pp 3 --cp 5", 11),
         # 1 + 1 + 2 + 2 + 2 + 2 + 2 + 2, then 4
         ("--train-tokens 18 --global-batch-size 4 --rampup-batch-size 1 1 12 --seq-length 1", None),
     ],
