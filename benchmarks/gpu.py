@@ -8,10 +8,11 @@ test the code. Example:
     python -m benchmarks.gpu --layers 48 --hidden 1600 --heads 25 --batch 8 --recompute none
 """
 
+import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,11 +26,12 @@ from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
-from megazero.flags.config import Config, TrainingConfig
+from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
 from megazero.observe.step_metrics import memory_bytes
 from megazero.planner.bytes.estimate import stage_bytes
-from megazero.planner.time.devices import known_devices, load_device
+from megazero.planner.time.devices import Device, find_card, load_device, peak_flops
+from megazero.planner.time.step_time import step_time
 from megazero.planner.trace.trace import model_flops
 from megazero.run.kernel_choices import choose_matmul_backend
 
@@ -51,10 +53,16 @@ class Options:
     """megazero with --recompute full, once with its kept inputs on the device and once with them on the host."""
     systems: tuple[str, ...] = ("megazero", "compiled", "fsdp2")
     """megazero, compiled (plain PyTorch under torch.compile, autocast) and fsdp2 (a world of one), in this order."""
+    architecture: str = "gpt2"
+    """gpt2 or llama."""
     steps: int = 10
     """Steps that count, after three that do not."""
 
 
+COLUMNS = (
+    *("system", "ms per step", "planned ms", "tokens/s", "MFU", "megazero / it, tokens/s"),
+    *("GB at the peak", "planned GB", "loss"),
+)
 TINY = Options(2, 64, 4, 32, 311, 2, "fp32", steps=3)
 
 
@@ -81,13 +89,15 @@ class Own:
         self.memory = memory_bytes(self.engine, result)
         return result.loss
 
-    def predicted_peak(self, device: torch.device) -> int:
-        """Bytes at the peak by `planner.bytes.estimate.stage_bytes`, saved tensors included."""
-        return stage_bytes(self.config, self.layout, 0, device.type).peak
+    def planned(self, device: torch.device) -> tuple[float | None, int]:
+        """Return the planned seconds of a step, None on an unknown card, and the planned bytes at its peak."""
+        peak = stage_bytes(self.config, self.layout, 0, device.type).peak
+        card = planned_device(device)
+        return step_time(self.config, self.layout, card, with_range=False).expected.seconds if card else None, peak
 
 
 def work_of(o: Options) -> Work:
-    return Work(o.layers, o.hidden, o.heads, o.seq_length, o.vocabulary, o.batch, 1, o.precision)
+    return Work(o.layers, o.hidden, o.heads, o.seq_length, o.vocabulary, o.batch, 1, o.precision, o.architecture)
 
 
 def timed(step: Callable[..., float], o: Options, device: torch.device, on_device: bool) -> tuple[list[float], float]:
@@ -105,24 +115,33 @@ def timed(step: Callable[..., float], o: Options, device: torch.device, on_devic
     return seconds[3:], loss
 
 
-def peak_flops(precision: str, device: torch.device) -> float | None:
-    """FLOP/s by the data sheet of this GPU (scripts/devices); None if it is not known."""
-    if device.type != "cuda":
-        return None
-    found = torch.cuda.get_device_name(device).lower()
-    name = next((name for name in known_devices() if name.split("-")[0] in found), None)
-    return load_device(name).multiplying(TrainingConfig())[f"compute.{precision}"] if name else None
+def planned_device(device: torch.device) -> Device | None:
+    """Return the device of scripts/devices by which this one is planned; None if the card is unknown."""
+    return find_card(torch.cuda.get_device_name(device)) if device.type == "cuda" else load_device("cpu")
 
 
 def systems_of(o: Options) -> list[str]:
     return ["megazero, inputs on the device", "megazero, inputs on the host"] if o.offload else list(o.systems)
 
 
-def run(name: str, o: Options, device: torch.device) -> tuple[list[float], float, str, str]:
-    """Return (seconds per step, loss, GB at the peak, GB predicted) of one system, built and freed here."""
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """Restore torch's settings of products, which megazero changes for itself."""
+    products = torch.backends.cuda.matmul
+    names = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction", "allow_tf32"
+    before = {name: getattr(products, name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(products, name, value)
+
+
+def run(name: str, o: Options, device: torch.device) -> tuple[list[float], float, str, tuple[str, str]]:
+    """Return (seconds per step, loss, GB at the peak, planned ms and GB) of one system, built and freed here."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    predicted, own = "", None
+    planned, own = ("", ""), None
     if name.startswith("megazero"):
         own = Own(o, device, host=name.endswith("host"))
         step: Callable[..., float] = own.step
@@ -132,9 +151,10 @@ def run(name: str, o: Options, device: torch.device) -> tuple[list[float], float
         step = peers.fsdp2(work_of(o), device, reshard=False).step
     seconds, loss = timed(step, o, device, on_device=own is None)
     if own is not None:
-        predicted = f"{own.predicted_peak(device) / 1e9:.3f}"
+        step_seconds, num_bytes = own.planned(device)
+        planned = f"{step_seconds * 1e3:.1f}" if step_seconds else "", f"{num_bytes / 1e9:.3f}"
     peak = f"{torch.cuda.max_memory_allocated(device) / 1e9:.3f}" if device.type == "cuda" else ""
-    return seconds, loss, peak, predicted
+    return seconds, loss, peak, planned
 
 
 def main(o: Options) -> None:
@@ -142,23 +162,27 @@ def main(o: Options) -> None:
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if not on_gpu:
         print("No GPU here: a tiny model, which tries the code and says nothing of speed.\n")
-        o = replace(TINY, recompute=o.recompute, offload=o.offload, systems=o.systems)
+        o = replace(TINY, recompute=o.recompute, offload=o.offload, systems=o.systems, architecture=o.architecture)
     backend = "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     config: Config = work_of(o).config(0)
-    flops, peak = model_flops(config.model, o.batch), peak_flops(o.precision, device)
+    flops, peak = model_flops(config.model, o.batch), 0.0
+    if on_gpu:
+        peak = peak_flops(torch.cuda.get_device_name(device), config.training)
     print(
-        f"{o.layers} layers, hidden {o.hidden}, sequence {o.seq_length}, vocabulary {o.vocabulary}, batch {o.batch}, "
+        f"{o.architecture}, {o.layers} layers, "
+        f"hidden {o.hidden}, sequence {o.seq_length}, vocabulary {o.vocabulary}, batch {o.batch}, "
         f"{o.precision}; megazero with --recompute {'full' if o.offload else o.recompute}\n"
     )
-    print("| system | ms per step | tokens/s | MFU | megazero / it, tokens/s | GB at the peak | predicted | loss |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
     ours: list[float] = []
     for name in systems_of(o):
         try:
-            seconds, loss, gigabytes, predicted = run(name, o, device)
-        except (RuntimeError, ImportError) as error:  # out of memory, no compiler: the others are still worth a row
-            print(f"| {name} | failed: {str(error).splitlines()[0][:120]} | | | | | | |", flush=True)
+            with own_settings():
+                seconds, loss, gigabytes, (planned_ms, planned_gb) = run(name, o, device)
+        except Exception as error:  # out of memory, no compiler, Triton's own errors: the others are worth a row
+            first = (str(error).splitlines() or [type(error).__name__])[0][:120]
+            print(f"| {name} | failed: {first} {'| ' * (len(COLUMNS) - 2)}|", flush=True)
             seconds = []
         if seconds:
             ours = ours or seconds
@@ -167,7 +191,8 @@ def main(o: Options) -> None:
             ratio = f"{middle / statistics.median(ours):.2f} [{low:.2f}, {high:.2f}]" if seconds is not ours else ""
             mfu = f"{flops / middle / peak:.1%}" if peak else ""
             tokens = o.batch * o.seq_length / middle
-            cells = [name, f"{middle * 1e3:.1f}", f"{tokens:,.0f}", mfu, ratio, gigabytes, predicted, f"{loss:.4f}"]
+            cells = [name, f"{middle * 1e3:.1f}", planned_ms, f"{tokens:,.0f}", mfu, ratio]
+            cells += [gigabytes, planned_gb, f"{loss:.4f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
         gc.collect()
         if on_gpu:

@@ -78,6 +78,10 @@ class PlainGPT(nn.Module):
         x = self.token_embedding(ids) + self.position_embedding.weight[: ids.shape[1]]
         for block in self.blocks:
             x = block(x)
+        return self.loss(x, labels)
+
+    def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """x [b, s, h], labels [b, s] -> mean cross-entropy, a scalar."""
         logits = F.linear(self.head["norm"](x), self.token_embedding.weight)  # [b, s, v]
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
@@ -100,8 +104,11 @@ class PlainLlama(nn.Module):
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """ids, labels [b, s] -> mean cross-entropy, a scalar."""
-        logits = self.llama(ids).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return self.loss(self.llama.model(ids).last_hidden_state, labels)
+
+    def loss(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """x [b, s, h], labels [b, s] -> mean cross-entropy, a scalar."""
+        return F.cross_entropy(self.llama.lm_head(x).flatten(0, 1).float(), labels.flatten())
 
 
 class TorchtitanLlama(nn.Module):

@@ -114,11 +114,14 @@ def _plain_step(model: nn.Module, optimizer: Any, clip: float, cast: Callable[[]
 
 
 def compiled(work: Work, device: torch.device) -> Training:
-    """One process under torch.compile; autocast over fp32 weights."""
+    """One process; autocast over fp32 weights. Blocks are compiled once for all, and head and loss together."""
     config = work.config(0)
     model = plain_model(config).to(device)
+    for block in model.blocks:
+        block.compile()
+    model.loss = torch.compile(model.loss)
     optimizer = torch.optim.AdamW(_groups(model, config.optimizer), **_adamw(config.optimizer))
-    return _plain_step(torch.compile(model), optimizer, config.optimizer.clip_grad, _autocast(work, device))
+    return _plain_step(model, optimizer, config.optimizer.clip_grad, _autocast(work, device))
 
 
 def ddp(work: Work, device: torch.device, sharded: bool) -> Training:

@@ -1,6 +1,8 @@
 """The commands that make the numbers in the documents still run."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from benchmarks import gpu_check
 from benchmarks.reports.trained import small
 from tests.end_to_end.cli import run
+from tests.helpers.programs import ROOT
 
 pytestmark = pytest.mark.second
 
@@ -130,28 +133,75 @@ def test_speed_of_checkpoints_runs() -> None:
     assert "read ours" in done.stdout and "stall of async" in done.stdout
 
 
-@pytest.mark.slow
+# Each of two parts goes on once it sees the other's file: they run together.
+MEETS = """
+import pathlib, sys, time
+pathlib.Path(sys.argv[1]).touch()
+while not pathlib.Path(sys.argv[2]).exists():
+    time.sleep(0.01)
+print("met")
+"""
+PACKED = "import sys, tarfile; print(*sorted(tarfile.open(sys.argv[1]).getnames()))"
+
+
 def test_the_check_of_gpus_goes_on_after_a_failing_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part that fails and one that hangs are named, their output is kept, and the others run."""
+    """A part that fails and one that hangs are named, and the others run. Outputs are packed after each part."""
+    here, there = str(tmp_path / "here"), str(tmp_path / "there")
+    hangs = "import time; print('begun', flush=True); time.sleep(1000)"
+    works = "print('| run | ms per step | planned ms |\\n|---|---|---|\\n| a | 30.0 | 20.0 |')"
     parts = (
-        gpu_check.Part("breaks", "Does it?", ("-c", "print('before'); raise SystemExit(3)"), 60),
-        gpu_check.Part("hangs", "Does it?", ("-c", "import time; print('begun', flush=True); time.sleep(1000)"), 5),
-        gpu_check.Part("needs more", "Does it?", ("-c", "print('never')"), 60, gpus=1000),
-        gpu_check.Part("works", "Does it?", ("-c", "print('| a |\\n|---|\\n| 1 |')"), 60),
+        gpu_check.Part("begins", "Does it?", ("-c", "print('begins')"), 1, 60),
+        gpu_check.Part("meets", "Does it?", ("-c", MEETS, here, there), 1, 300, together=True),
+        gpu_check.Part("is met", "Does it?", ("-c", MEETS, there, here), 1, 300, together=True),
+        gpu_check.Part("breaks", "Does it?", ("-c", "print('before'); raise SystemExit(3)"), 1, 60),
+        gpu_check.Part("hangs", "Does it?", ("-c", hangs), 1, 5),
+        gpu_check.Part("needs more", "Does it?", ("-c", "print('never')"), 1, 60, gpus=1000),
+        gpu_check.Part("outlasts", "Does it?", ("-c", "print('never')"), 3000, 3000),
+        gpu_check.Part("works", "Does it?", ("-c", works), 1, 60),
+        gpu_check.Part("packs", "Does it?", ("-c", PACKED, str(tmp_path / "outputs.tgz")), 1, 60),
     )
     monkeypatch.setattr(gpu_check, "PARTS", parts)
-    output = tmp_path / "results" / "gpu.md"
-    assert gpu_check.main(gpu_check.Options(str(output))) == 1
-    text = output.read_text()
+    options = gpu_check.Options(folder=str(tmp_path), minutes=40)
+    assert gpu_check.Check(options, gpu_check.Machine(1, "a machine"), tmp_path / "gpu.md").run() == 1
+    text = (tmp_path / "gpu.md").read_text()
     assert "| breaks | failed: exit code 3 |" in text and "before" in text
     assert "| hangs | failed: not done after 5 s |" in text and "begun" in text
-    assert "| needs more | skipped: it needs 1000 GPUs, and there are" in text and "never" not in text
-    assert "| works | ok |" in text and "\n| a |\n|---|\n| 1 |\n" in text
+    assert "| needs more | skipped: it needs 1000 GPUs, and there are 1 |" in text
+    assert "| outlasts | skipped: it takes about 3000 s, and " in text
+    assert not (tmp_path / "needs-more.out").exists() and not (tmp_path / "outlasts.out").exists()
+    assert "| works | ok |" in text and "| works | a | 30.0 | 20.0 | 1.50 |  |  |  |" in text
+    ended = {"begins", "meets", "is-met", "breaks", "hangs", "works"}
+    outputs = {f"{name}.{end}" for name in ended for end in ("out", "err")}
+    assert outputs < {*(tmp_path / "packs.out").read_text().split()}
+
+
+def test_one_gpu_is_checked_in_eight_and_a_half_minutes() -> None:
+    """By the expected seconds, all but the stream sanitizer; parts that run together last as long as the longest."""
+    one = [part for part in gpu_check.PARTS if part.gpus < 2 and "sanitizer" not in part.title]
+    alone = sum(part.expected for part in one if not part.together)
+    assert 450 < alone + max(part.expected for part in one if part.together) <= 510
+    assert len({part.name for part in gpu_check.PARTS}) == len(gpu_check.PARTS)
+
+
+def test_the_command_for_a_machine_without_a_network(tmp_path: Path) -> None:
+    """With a stand-in for its python, which writes down what it is asked, and where it finds the wheels."""
+    python, wheels = tmp_path / "python3", tmp_path / "wheels"
+    python.write_text('#!/bin/sh\necho "$PYTHONPATH | $*"\n')
+    python.chmod(0o755)
+    wheels.mkdir()
+    (wheels / "tyro-1-py3-none-any.whl").touch()
+    env = {"PATH": os.environ["PATH"], "PYTHON": str(python), "WHEELS": str(wheels)}
+    words = ["bash", "scripts/gpu_check.sh", "--minutes", "8.5", "--folder", "out"]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    unpacks, checks = done.stdout.splitlines()
+    site = checks.partition(":")[0]
+    assert checks == f"{site}:{ROOT} | -m benchmarks.gpu_check --minutes 8.5 --folder out"
+    assert "--no-index" in unpacks and unpacks.endswith(f"--target {site} {wheels}/tyro-1-py3-none-any.whl")
 
 
 @pytest.mark.slow
-def test_the_check_of_gpus_runs_dry_on_a_cpu() -> None:
-    done = run(sys.executable, "-m", "benchmarks.gpu_check")
+def test_the_check_of_gpus_runs_dry_on_a_cpu(tmp_path: Path) -> None:
+    done = run(sys.executable, "-m", "benchmarks.gpu_check", "--folder", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no part failed" in done.stdout and done.stdout.count("| megazero") >= 3
     assert "skipped: it needs 1 GPUs, and there are 0" in done.stdout or torch.cuda.is_available()
@@ -168,7 +218,7 @@ def test_the_check_of_gpus_runs_dry_on_pretended_ones(tmp_path: Path, capsys: py
     cannot = dict.fromkeys(["Several GPUs are the same model as one", *proofs], starts)
     machine = gpu_check.Machine(4, "four pretended GPUs", prefix, True, cannot)
     output = tmp_path / "gpu.md"
-    code = gpu_check.check(gpu_check.Options(), machine, output)
+    code = gpu_check.Check(gpu_check.Options(folder=str(tmp_path)), machine, output).run()
     text = output.read_text()
     assert code == 0, text
     for part in gpu_check.PARTS:

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-4), ("bf16", 2**-7), ("fp16", 2**-7)])
+@pytest.mark.parametrize("precision, tolerance", [("fp64", 1e-10), ("fp32", 1e-4), ("bf16", 2**-7), ("fp16", 2**-7)])
 @pytest.mark.parametrize(
     "how",
     [
