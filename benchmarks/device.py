@@ -1,5 +1,6 @@
 """Measurements of this machine's CPU as a device for --plan, for scripts/measure_device.py and `predict.py`."""
 
+import json
 import platform
 import statistics
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from msgspec.structs import asdict
 from torch.optim.adamw import adamw
 
 from megazero.engine.mesh.mesh import Mesh
@@ -198,7 +200,7 @@ def measure_round(found: Measured, groups: dict[int, Ranks]) -> None:
     found.add(1, groups[1].run(stepping))
 
 
-def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[float]]]]:
+def device_of(m: Measured, ranks: int) -> Device:
     """Fit the constants of a device file."""
     call, worlds = m.median(1, "call"), sorted({world for world, _ in m.rounds})
     products = [[2.0 * n**3, 4 * n**3 / max(m.median(1, f"product {n}") - 2 * call, call)] for n in SIDES]
@@ -257,7 +259,7 @@ def device_of(m: Measured, ranks: int) -> tuple[Device, dict[str, list[list[floa
     curves = {"products": products, "elementwise": adds, "contention": contention, "links": links}
     device = Device("cpu", "cpu", constants, speeds, Curves(**{c: tuple((x, y) for x, y in curves[c]) for c in curves}))
     operation = constant(max(0.0, per_operation(device, m.median(1, "step"))), *m.spread(1, "step"))
-    return replace(device, constants=constants | {"overhead.operation": operation}), curves
+    return replace(device, constants=constants | {"overhead.operation": operation})
 
 
 def per_operation(device: Device, seconds: float) -> float:
@@ -271,23 +273,28 @@ def per_operation(device: Device, seconds: float) -> float:
     return (seconds - sum(costs(op) for op in ops)) / count
 
 
-def to_toml(device: Device, curves: dict[str, list[list[float]]], ranks: int) -> str:
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.processor())  # fmt: skip
+def cpu_name() -> str:
+    return next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+                 if line.startswith("model name")), platform.processor())  # fmt: skip
+
+
+def to_toml(device: Device, name: str) -> str:
+    """Return the file of a device. name: of the processor or the card, and how it was measured."""
     lines = [
-        f"# {cpu}, {ranks} ranks of one thread, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
-        'kind = "cpu"',
-        f'description = "{cpu}"',
+        f"# {name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
+        f'kind = "{device.kind}"',
+        f"description = {json.dumps(name)}",
     ]
+    lines += [f"cards = {json.dumps(device.cards)}"] if device.cards else []
     for section in SECTIONS:
         lines += ["", f"[{section}]"]
-        for name in (key.split(".")[1] for key in device.constants if key.startswith(f"{section}.")):
-            c = device.constants[f"{section}.{name}"]
+        for key in (key.split(".")[1] for key in device.constants if key.startswith(f"{section}.")):
+            c = device.constants[f"{section}.{key}"]
             bounds = f", low = {c.low:.6g}, high = {c.high:.6g}" if c.low != c.high else ""
-            lines.append(f'{name} = {{ value = {c.value:.6g}{bounds}, source = "{c.source}" }}')
-    lines += ["", "[curves]"]
-    lines += [
-        f"{name} = [{', '.join(f'[{x:.6g}, {y:.6g}]' for x, y in points)}]" for name, points in curves.items() if points
-    ]
-    lines += ["", "[operators]", *(f"{name} = {speed:.4g}" for name, speed in device.operators.items())]
+            lines.append(f"{key} = {{ value = {c.value:.6g}{bounds}, source = {json.dumps(c.source)} }}")
+    curves = {curve: points for curve, points in asdict(device.curves).items() if points}
+    lines += ["", "[curves]"] if curves else []
+    lines += [f"{curve} = [{', '.join(f'[{x:.6g}, {y:.6g}]' for x, y in curves[curve])}]" for curve in curves]
+    lines += ["", "[operators]"] if device.operators else []
+    lines += [f"{key} = {speed:.4g}" for key, speed in device.operators.items()]
     return "\n".join(lines) + "\n"

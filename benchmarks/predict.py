@@ -117,7 +117,7 @@ def measure(rounds: int, steps: int) -> tuple[device.Measured, dict[str, list[St
 def main() -> None:
     options = tyro.cli(Options)
     found, steps = measure(options.rounds, options.steps)
-    measured, _ = device.device_of(found, 4)
+    measured = device.device_of(found, 4)
     print("| run | computing: predicted ms | CPU ms | ratio | a step: predicted ms | least ms | ratio | median ms |")
     print("|" + "---|" * 8)
     errors = []

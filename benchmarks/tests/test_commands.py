@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks import device_gpu, gpu_check
+from benchmarks.device import to_toml
 from benchmarks.reports.trained import small
+from megazero.planner.time.devices import load_device
 from tests.end_to_end.cli import run
 from tests.helpers.programs import ROOT
 
@@ -181,6 +183,20 @@ def test_one_gpu_is_checked_in_eight_and_a_half_minutes() -> None:
     alone = sum(part.expected for part in one if not part.together)
     assert 450 < alone + max(part.expected for part in one if part.together) <= 510
     assert len({part.name for part in gpu_check.PARTS}) == len(gpu_check.PARTS)
+
+
+def test_a_gpus_assumed_constants_are_replaced_by_measured_ones(tmp_path: Path) -> None:
+    """Here the CPU stands in for it, so that the numbers say nothing."""
+    h100, file = load_device("h100-80gb"), tmp_path / "mine.toml"
+    found = device_gpu.measured(h100, torch.device("cpu"), device_gpu.TINY)
+    file.write_text(to_toml(found, 'a "card"'))
+    read = load_device(str(file))
+    measured = {name for name, constant in read.constants.items() if constant.source == device_gpu.SOURCE}
+    compute = {f"compute.{name}" for name in ("fraction", "attention", "attention_64")}
+    assert measured == compute | {"memory.fraction", "host.bandwidth", "overhead.kernel", "overhead.call"}
+    assert all(read[name] == pytest.approx(found[name], rel=1e-5) and read[name] > 0 for name in measured)
+    kept = read.constants.keys() - measured
+    assert read.cards == h100.cards and all(read.constants[name] == h100.constants[name] for name in kept)
 
 
 def test_the_command_for_a_machine_without_a_network(tmp_path: Path) -> None:
