@@ -89,7 +89,7 @@ def _benchmark(flags: str, asks: str, title: str, expected: float, **options: An
 
 def _runs(title: str, asks: str, expected: float, *words: str) -> Part:
     """Make a part of runs of pretrain_gpt.py in one process, next to their plans."""
-    return Part(title, asks, ("-m", "benchmarks.gpu_runs", *words), expected, 2 * expected + 30)
+    return Part(title, asks, ("-m", "benchmarks.gpu_runs", *words), expected, 2 * expected + 30, tiny=("--tiny",))
 
 
 def _kernels(flags: str, title: str) -> Part:

@@ -47,6 +47,8 @@ class Options:
     """Iterations of a run; the first four are not timed."""
     compare: Literal["none", "twice", "resume"] = "none"
     """twice: the same run again. resume: again from a save half way. Both in deterministic mode, bit for bit."""
+    tiny: bool = False
+    """Cut the models to a tiny size, as without a GPU."""
 
 
 class Trained(NamedTuple):
@@ -100,7 +102,7 @@ def compared(words: Sequence[str], o: Options, first: Trained, folder: Path) -> 
 def run(flags: str, o: Options, folder: Path) -> bool:
     """Print the row of a run, and the line of its comparison; return whether all is right."""
     words = ["--preset", *shlex.split(flags), *USUAL.split(), "--train-iters", str(o.iterations)]
-    words += TINY.split() if not torch.cuda.is_available() else []
+    words += TINY.split() if o.tiny or not torch.cuda.is_available() else []
     words += ["--deterministic-mode"] if o.compare != "none" else []
     saves = ["--save", str(folder / "saved"), "--save-interval", str(o.iterations // 2)]
     first = trained([*words, *(saves if o.compare == "resume" else [])], folder / "first")
