@@ -191,8 +191,15 @@ def _converted(architecture: HuggingFaceModel, parser: type[PreTrainedConfig], k
 
 
 def _parsed(parser: type[PreTrainedConfig], keys: Mapping[str, Any]) -> PreTrainedConfig:
-    """Parse keys. transformers writes into the values that it is given (rope_theta into rope_scaling): hence a copy."""
-    return parser.from_dict(copy.deepcopy(dict(keys)))
+    """Parse keys. transformers writes into the values that it is given (rope_theta into rope_scaling): hence a copy.
+
+    Its models begin with `standardize_rope_params`, which writes a key `original_max_position_embeddings` outside of
+    rope_parameters over that inside.
+    """
+    found = parser.from_dict(copy.deepcopy(dict(keys)))
+    if getattr(found, "rope_parameters", None):
+        found.standardize_rope_params()
+    return found
 
 
 def _refuse_unread(

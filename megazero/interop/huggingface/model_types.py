@@ -325,7 +325,10 @@ class HuggingFaceModel:
                 can = " or ".join(map(str, values))
                 raise ValueError(f"config.json has {key} {found}; this version computes {can} only")
         ours = {ours: getattr(config, theirs) for ours, theirs in self.options.items()}
-        ours = {name: float(v) if isinstance(getattr(ModelConfig, name), float) else v for name, v in ours.items()}
+        ours = {
+            name: float(v) if v is not None and isinstance(getattr(ModelConfig, name), float) else v
+            for name, v in ours.items()
+        }
         ours |= {"architecture": self.architecture, "untie_embeddings": not config.tie_word_embeddings} | self.needed
         if not ARCHITECTURES[self.architecture].learned_positions:
             ours["max_position_embeddings"] = ours["seq_length"]  # --seq-length does not change it

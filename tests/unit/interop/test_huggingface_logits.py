@@ -1,0 +1,76 @@
+"""Keys of config.json whose reading is easy to get wrong: our logits are those of a small model of transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.interop.huggingface.configuration import read_config
+from tests.helpers.rounding import model_tolerance
+from tests.helpers.table import for_each
+from tests.unit.interop.test_huggingface_config import written
+from tests.unit.interop.test_published_configs import loaded, logits_of_ours, logits_of_theirs, weights_of
+
+IDS = torch.randint(0, 61, (3, 20), generator=torch.Generator().manual_seed(1))
+YARN = {"rope_type": "yarn", "rope_theta": 10.0, "factor": 2.5, "original_max_position_embeddings": 8}
+LLAMA_3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def by_kind(full: dict[str, Any], **others: Any) -> dict[str, Any]:
+    layers = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7}
+    return layers | {"rope_parameters": {"full_attention": full, "sliding_attention": DEFAULT, **others}}
+
+
+def assert_same_logits(model_type: str, keys: dict[str, Any], folder: Path) -> None:
+    written(folder, model_type, pad_token_id=None, **keys)
+    weights_of(folder)
+    wanted, engine = logits_of_theirs(folder, IDS), loaded(folder, "--seq-length", 20)
+    error = (logits_of_ours(engine, IDS) - wanted).abs().max() / wanted.abs().max()
+    assert error < model_tolerance(engine.config.model, torch.float32), float(error)
+
+
+@for_each(
+    ("model_type", "keys"),
+    [
+        ("llama", {"rope_parameters": YARN | {"factor": None}}),
+        ("qwen3", {"rope_parameters": YARN | {"truncate": None}, "head_dim": 32}),
+        ("llama", {"rope_parameters": YARN | dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"))}),
+        ("llama", {"rope_parameters": YARN | {"beta_fast": 0, "mscale": 0.7, "mscale_all_dim": None}}),
+        ("mistral", {"rope_parameters": YARN, "original_max_position_embeddings": 16}),
+        ("llama", {"rope_parameters": LLAMA_3, "original_max_position_embeddings": 12}),
+        ("llama", {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("olmo3", by_kind(YARN | {"factor": None})),
+        ("olmo3", by_kind(YARN, truncate=False)),
+        ("glm4", {"rope_parameters": None, "partial_rotary_factor": None}),  # the class's is 0.5
+    ],
+)
+def test_null_and_repeated_rope_keys(model_type: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    assert_same_logits(model_type, keys, tmp_path)
+
+
+@for_each(
+    ("model_type", "keys", "words"),
+    [
+        *(
+            ("llama", {"rope_parameters": rope | {key: None}}, key)
+            for rope, missing in (
+                (YARN, ("rope_type", "rope_theta")),
+                (LLAMA_3, ("factor",)),
+                (DEFAULT | {"rope_type": "linear", "factor": 2.0}, ("factor", "partial_rotary_factor")),
+            )
+            for key in missing
+        ),
+        ("llama", {"rope_theta": None, "rope_parameters": None}, "rope_theta null in rope_parameters"),
+        ("llama", {"rope_parameters": YARN, "original_max_position_embeddings": None}, "original_max_position_embed"),
+        ("gpt_neox", {"rope_parameters": None, "rotary_pct": None}, "partial_rotary_factor null in rope_parameters"),
+        ("olmo3", by_kind(YARN | {"truncate": False}), "truncate false in rope_parameters of a kind of layers"),
+        ("llama", {"attention_dropout": None}, "attention_dropout null, for which LlamaForCausalLM has no value"),
+    ],
+)
+def test_nulls_that_stop_transformers_are_refused(
+    model_type: str, keys: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_config(written(tmp_path, model_type, **keys))
