@@ -52,6 +52,7 @@ from megazero.interop.huggingface.weight_conversions import (
     MLP_LAYER_TYPES,
     NO_ROPE_LAYERS,
     ONE_WIDTH,
+    OTHER_HEAD_DIM,
     PHI3,
     PREDICTIONS_NUMBER,
     QWEN_WINDOWS,
@@ -60,6 +61,7 @@ from megazero.interop.huggingface.weight_conversions import (
     STARCODER2_DROPOUT,
     SWITCHED_WINDOW,
     TOPK_PROB,
+    USUAL_HEAD_DIM,
     WINDOW,
     WINDOWS,
 )
@@ -225,7 +227,7 @@ MODELS = {
         _llama("llama", "LlamaForCausalLM", ROTARY, HEAD_DIM),
         _llama("mistral", "MistralForCausalLM", ROTARY, HEAD_DIM, WINDOW),
         _llama("ministral", "MinistralForCausalLM", ROTARY, HEAD_DIM, WINDOWS, architecture="mistral"),
-        _llama("qwen2", "Qwen2ForCausalLM", ROTARY, QWEN_WINDOWS, needed={"add_qkv_bias": True}),
+        _llama("qwen2", "Qwen2ForCausalLM", ROTARY, OTHER_HEAD_DIM, QWEN_WINDOWS, needed={"add_qkv_bias": True}),
         _llama("qwen3", "Qwen3ForCausalLM", ROTARY, HEAD_DIM, QWEN_WINDOWS, needed={"qk_layernorm": True}),
         _llama(
             "mixtral",
@@ -237,7 +239,7 @@ MODELS = {
         _llama(
             "qwen2_moe",
             "Qwen2MoeForCausalLM",
-            *(ROTARY, QWEN_WINDOWS, SPARSE_LAYERS, TOPK_PROB),
+            *(ROTARY, OTHER_HEAD_DIM, QWEN_WINDOWS, SPARSE_LAYERS, TOPK_PROB),
             architecture="qwen2-moe",
             layers=BEFORE | ATTENTION | GATED_MLP | EXPERTS | SHARED_EXPERT,
             options=ROUTED_AND_DENSE
@@ -301,7 +303,7 @@ MODELS = {
         _llama(
             "helium",
             "HeliumForCausalLM",
-            *(ROTARY, HEAD_DIM),
+            *(ROTARY, USUAL_HEAD_DIM),
             architecture="llama",
             needed={"rotary_interleaved": True},
             kinds="G",
@@ -326,8 +328,8 @@ MODELS = {
             | {"swiglu_limit": (SWIGLU_LIMIT,), "swiglu_alpha": (SWIGLU_SLOPE,)},
             ignored=("experts_per_token", "initial_context_length"),
         ),
-        _llama("olmo2", "Olmo2ForCausalLM", ROTARY, **OLMO),
-        _llama("olmo3", "Olmo3ForCausalLM", LOCAL_ROTARY, WINDOWS, **OLMO),
+        _llama("olmo2", "Olmo2ForCausalLM", ROTARY, OTHER_HEAD_DIM, **OLMO),
+        _llama("olmo3", "Olmo3ForCausalLM", LOCAL_ROTARY, OTHER_HEAD_DIM, WINDOWS, **OLMO),
         _llama(
             "gemma",
             "GemmaForCausalLM",
@@ -349,14 +351,14 @@ MODELS = {
         _llama(
             "phi3",
             "Phi3ForCausalLM",
-            *(PARTIAL_ROTARY, WINDOW, PHI3),
+            *(PARTIAL_ROTARY, OTHER_HEAD_DIM, WINDOW, PHI3),
             layers=BEFORE | PHI3_LAYERS,
             options={"hidden_dropout": "resid_pdrop"},
         ),
         _llama(
             "smollm3",
             "SmolLM3ForCausalLM",
-            *(ROTARY, NO_ROPE_LAYERS),
+            *(ROTARY, OTHER_HEAD_DIM, NO_ROPE_LAYERS),
             required=SILU | {"use_sliding_window": (False,)},
             kinds="GN",
         ),
@@ -378,7 +380,7 @@ MODELS = {
         _llama(
             "starcoder2",
             "Starcoder2ForCausalLM",
-            *(ROTARY, WINDOW, STARCODER2_DROPOUT),
+            *(ROTARY, OTHER_HEAD_DIM, WINDOW, STARCODER2_DROPOUT),
             layers=weight_and_bias("norm1", SAME, "input_layernorm")
             | weight_and_bias("norm2", SAME, "post_attention_layernorm")
             | ATTENTION
@@ -392,7 +394,7 @@ MODELS = {
         _llama(
             "granite",
             "GraniteForCausalLM",
-            *(ROTARY, ATTENTION_MULTIPLIER),
+            *(ROTARY, OTHER_HEAD_DIM, ATTENTION_MULTIPLIER),
             options={
                 "embedding_multiplier": "embedding_multiplier",
                 "residual_multiplier": "residual_multiplier",

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from megazero.interop.huggingface.configuration import read_config
+from megazero.interop.huggingface.families import family_of
+from megazero.interop.huggingface.model_types import canonical
 from tests.helpers.rounding import model_tolerance
 from tests.helpers.table import for_each
 from tests.unit.interop.test_huggingface_config import written
@@ -27,6 +29,10 @@ def assert_same_logits(model_type: str, keys: dict[str, Any], folder: Path) -> N
     written(folder, model_type, pad_token_id=None, **keys)
     weights_of(folder)
     wanted, engine = logits_of_theirs(folder, IDS), loaded(folder, "--seq-length", 20)
+    model = read_config(folder).model
+    family = family_of(model)
+    family.to_config(model, None).save_pretrained(folder / "exported")
+    assert family.model_type == model_type and canonical(read_config(folder / "exported").model) == canonical(model)
     error = (logits_of_ours(engine, IDS) - wanted).abs().max() / wanted.abs().max()
     assert error < model_tolerance(engine.config.model, torch.float32), float(error)
 
@@ -48,6 +54,12 @@ def assert_same_logits(model_type: str, keys: dict[str, Any], folder: Path) -> N
 )
 def test_null_and_repeated_rope_keys(model_type: str, keys: dict[str, Any], tmp_path: Path) -> None:
     assert_same_logits(model_type, keys, tmp_path)
+
+
+@for_each("model_type", "qwen2 qwen2_moe olmo2 olmo3 phi3 smollm3 starcoder2 granite".split())
+def test_a_width_of_heads_that_only_the_model_reads(model_type: str, tmp_path: Path) -> None:
+    """Classes of these families have no head_dim, and their models take it from the file."""
+    assert_same_logits(model_type, {"head_dim": 20}, tmp_path)
 
 
 @for_each(
