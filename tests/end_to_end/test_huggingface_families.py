@@ -100,7 +100,11 @@ def test_there_and_back(kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hidden_act": "gelu"}, "config.json has hidden_act gelu; this version computes silu only"),
+        (
+            {"hidden_act": "gelu"},
+            "config.json has hidden_act gelu; this version computes silu, swish, gelu_pytorch_tanh, .* only",
+        ),
+        ({"hidden_act": "relu2"}, "config.json has hidden_act relu2; this version computes silu, "),
         ({"attention_bias": True}, "config.json has attention_bias True"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},

@@ -85,7 +85,7 @@ LACKING = {
     **dict.fromkeys(("bloom", "mpt"), "ALiBi positions"),
     **dict.fromkeys(("kimi_linear", "minimax", "bailing_hybrid", "olmo_hybrid"), "linear attention"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "rwkv"), "linear attention"),
-    **dict.fromkeys(("arcee", "nemotron", "persimmon", "nanochat"), "squared ReLU in its MLP"),
+    **{"nemotron": "LayerNorms that add 1 to their weights", "nanochat": "norms without weights"},
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "attention to chosen tokens"),
     **dict.fromkeys(("gemma3n_text", "gemma4_text"), "embeddings in each layer"),
     **dict.fromkeys(("cohere", "cohere2"), "LayerNorm without biases"),

@@ -3,6 +3,7 @@
 Shapes: h hidden, n heads, g groups of heads that share keys and values, d head dim, f ffn, E experts.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from megazero.engine.kernels.eager import SWIGLU_LIMIT, SWIGLU_SLOPE
@@ -10,6 +11,8 @@ from megazero.flags.config import ModelConfig
 from megazero.flags.flag_names import as_flag
 from megazero.interop.huggingface.gpt_families import GPT2, GPTJ
 from megazero.interop.huggingface.model_types import (
+    ACTIVATIONS,
+    GATED_ACTIVATIONS,
     OUTPUT,
     QKV_BY_HEAD,
     SAME,
@@ -79,11 +82,7 @@ LLAMA_OPTIONS = {
     "init_method_std": "initializer_range",
 }
 NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
-SILU = NO_BIASES | {"hidden_act": ("silu",)}
-GEMMA_REQUIRED = NO_BIASES | {
-    "hidden_activation": ("gelu_pytorch_tanh",),
-    "use_bidirectional_attention": (None, False),
-}
+GEMMA_REQUIRED = NO_BIASES | {"use_bidirectional_attention": (None, False)}
 
 
 def _llama(
@@ -94,8 +93,9 @@ def _llama(
     layers: Names = BEFORE | ATTENTION | GATED_MLP,
     options: dict[str, str] | None = None,
     needed: Options | None = None,
-    required: dict[str, tuple[Any, ...]] = SILU,
+    required: dict[str, tuple[Any, ...]] = NO_BIASES,
     kinds: str = "GL",
+    activations: Mapping[str, tuple[str, ...]] = GATED_ACTIVATIONS,
     **others: Any,
 ) -> HuggingFaceModel:
     """Return a relative of Llama.
@@ -116,12 +116,14 @@ def _llama(
         required=required,
         needed=needed or {},
         kinds=kinds,
+        activations=activations,
         buffers=(".rotary_emb.inv_freq",),
         **others,
     )
 
 
 GEMMA: Options = {"layers": AROUND | ATTENTION | GATED_MLP, "required": GEMMA_REQUIRED}
+GEMMA |= {"activation_key": "hidden_activation"}
 OLMO: Options = {
     "layers": AFTER | ATTENTION | GATED_MLP,
     "needed": {"qk_layernorm": True, "qk_norm_all_heads": True},
@@ -129,7 +131,7 @@ OLMO: Options = {
 GLMS: Options = {
     "options": {"add_qkv_bias": "attention_bias"},
     "needed": {"rotary_interleaved": True},
-    "required": {"hidden_act": ("silu",)},
+    "required": {},
     "kinds": "G",
 }
 
@@ -177,7 +179,7 @@ def _deepseek(
         | (PREDICTIONS if predicts else {}),
         options=LATENTS,
         needed=needed,
-        required=SILU | required,
+        required=NO_BIASES | required,
         kinds="G",
         ignored=("num_nextn_predict_layers", "ep_size", "moe_layer_freq", "aux_loss_alpha", "seq_aux", *ignored),
         expert_bias=EXPERT_BIAS if sigmoid else "",
@@ -214,7 +216,8 @@ NEOX = HuggingFaceModel(
     options={name: theirs for name, theirs in LLAMA_OPTIONS.items() if name != "num_query_groups"}
     | {"norm_epsilon": "layer_norm_eps", "hidden_dropout": "hidden_dropout"},
     conversions=(PARTIAL_ROTARY,),
-    required={"hidden_act": ("gelu",), "attention_bias": (True,), "use_parallel_residual": (True,)},
+    activations=ACTIVATIONS,
+    required={"attention_bias": (True,), "use_parallel_residual": (True,)},
     needed={},
     buffers=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
 )
@@ -293,7 +296,7 @@ MODELS = {
             layers=BEFORE | ATTENTION | GATED_MLP | EXPERTS | SHARED_EXPERTS_LAYERS | PREDICTIONS,
             options=ROUTED_BY_SIGMOID | {"add_qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"},
             needed=SIGMOID,
-            required={"hidden_act": SILU["hidden_act"]},
+            required={},
             kinds="G",
             ignored=("num_nextn_predict_layers",),
             expert_bias=EXPERT_BIAS,
@@ -324,6 +327,7 @@ MODELS = {
             architecture="gpt-oss",
             layers=BEFORE | ATTENTION | GPT_OSS,
             options={"num_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
+            activations={},
             required={"hidden_act": ("silu",), "attention_bias": (True,)}
             | {"swiglu_limit": (SWIGLU_LIMIT,), "swiglu_alpha": (SWIGLU_SLOPE,)},
             ignored=("experts_per_token", "initial_context_length"),
@@ -334,8 +338,7 @@ MODELS = {
             "gemma",
             "GemmaForCausalLM",
             *(ROTARY, HEAD_DIM),
-            required=NO_BIASES
-            | {"hidden_act": ("gelu_pytorch_tanh", "gelu"), "use_bidirectional_attention": (None, False)},
+            required=GEMMA_REQUIRED,
             kinds="G",
         ),
         _llama("gemma2", "Gemma2ForCausalLM", ROTARY, HEAD_DIM, WINDOWS, GEMMA_SCORES, GEMMA2_SOFTCAP, **GEMMA),
@@ -359,7 +362,7 @@ MODELS = {
             "smollm3",
             "SmolLM3ForCausalLM",
             *(ROTARY, OTHER_HEAD_DIM, NO_ROPE_LAYERS),
-            required=SILU | {"use_sliding_window": (False,)},
+            required=NO_BIASES | {"use_sliding_window": (False,)},
             kinds="GN",
         ),
         _llama(
@@ -375,7 +378,7 @@ MODELS = {
                 "add_qkv_bias": "use_qkv_bias",
                 "hidden_dropout": "hidden_dropout",
             },
-            required=SILU | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
+            required=NO_BIASES | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
         ),
         _llama(
             "starcoder2",
@@ -388,7 +391,8 @@ MODELS = {
             | weight_and_bias("mlp.up", SAME, "mlp.c_fc")
             | weight_and_bias("mlp.down", SAME, "mlp.c_proj"),
             options={"norm_epsilon": "norm_epsilon", "hidden_dropout": "residual_dropout"},
-            required={"hidden_act": ("gelu_pytorch_tanh",), "use_bias": (True,)}
+            activations=ACTIVATIONS,
+            required={"use_bias": (True,)}
             | {"mlp_type": ("default",), "norm_type": ("layer_norm",)},  # of published files; their class has neither
         ),
         _llama(

@@ -1,4 +1,4 @@
-"""Whether transformers' model depends on keys of a config.json: small copies with and without them are compared."""
+"""Find keys of a config.json that transformers' model ignores: compare small copies of it with and without them."""
 
 from __future__ import annotations
 

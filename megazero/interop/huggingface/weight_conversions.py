@@ -290,11 +290,7 @@ def _trained_length(model: ModelConfig) -> int:
     return model.max_positions if model.rope_scaling_factor == 1 else model.rope_trained_length
 
 
-GPT = Conversion(
-    (),
-    lambda model: {"activation_function": "gelu_new"},
-    lambda config: {"ffn_hidden_size": config.n_inner or 4 * config.n_embd},
-)
+GPT = Conversion((), lambda model: {}, lambda config: {"ffn_hidden_size": config.n_inner or 4 * config.n_embd})
 ROTARY_DIM = Conversion(("rotary_percent",), lambda model: {"rotary_dim": model.rotary_dim}, _from_rotary_dim)
 PHI3 = Conversion(
     (),

@@ -62,6 +62,25 @@ def test_a_width_of_heads_that_only_the_model_reads(model_type: str, tmp_path: P
     assert_same_logits(model_type, {"head_dim": 20}, tmp_path)
 
 
+UNGATED, GATED = ("gelu", "gelu_new", "relu", "relu2"), ("silu", "swish", "gelu_pytorch_tanh")
+
+
+@for_each(
+    ("model_type", "key", "name"),
+    [
+        *(("gpt2", "activation_function", name) for name in UNGATED),
+        *(("gptj", "activation_function", name) for name in ("relu", "gelu_fast")),
+        *((model_type, "hidden_act", name) for model_type in ("gpt_neox", "starcoder2") for name in UNGATED),
+        *(("llama", "hidden_act", name) for name in GATED),
+        *(("gemma2", "hidden_activation", name) for name in GATED[1:]),
+        *((kind, "hidden_act", GATED[2]) for kind in ("mixtral", "qwen2_moe", "deepseek_v3", "glm4", "phi3", "olmo2")),
+        ("gemma", "hidden_act", "gelu"),  # the class takes it as the tanh approximation
+    ],
+)
+def test_activations(model_type: str, key: str, name: str, tmp_path: Path) -> None:
+    assert_same_logits(model_type, {key: name}, tmp_path)
+
+
 @for_each(
     ("model_type", "keys", "words"),
     [
