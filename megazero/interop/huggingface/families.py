@@ -409,12 +409,28 @@ MODELS = {
 }
 
 
-def family_of(model: ModelConfig) -> HuggingFaceModel:
-    """Return the family that computes the same as `model`, that of its name or another. ValueError without one."""
+def family_of(model: ModelConfig, source_type: str = "") -> HuggingFaceModel:
+    """Return the family that computes the same as `model`: that of its source, of its name, or another.
+
+    Args:
+        source_type: model_type of the config.json from which the model came.
+
+    Raises:
+        ValueError: no family computes it.
+    """
     own = [each for each in MODELS.values() if each.architecture == model.architecture]
-    for found in [*own, *MODELS.values()]:
+    first = [MODELS[source_type]] if source_type in MODELS else []
+    refused = None
+    for found in [*first, *own, *MODELS.values()]:
         if not found.differences(model):
-            return found
+            try:
+                found.converted(model)
+            except ValueError as error:  # DeepSeek-V3 has dense layers at the start alone, GLM-4.7-Flash anywhere
+                refused = refused or error
+            else:
+                return found
+    if refused:
+        raise refused
     if not own:
         raise ValueError(
             f"--architecture {model.architecture} has no table that converts it to Hugging Face; see docs/extending.md"

@@ -327,9 +327,14 @@ class HuggingFaceModel:
         values |= {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}  # theirs may exceed our vocabulary
         if self.activations:
             values[self.activation_key] = self.activations[model.traits.activation][0]
+        return AutoConfig.for_model(self.model_type, **values | self.converted(model))
+
+    def converted(self, model: ModelConfig) -> Options:
+        """Return the options that have another form there. ValueError if these cannot have a value of `model`."""
+        found: Options = {}
         for conversion in self.conversions:
-            values |= conversion.to_theirs(model)
-        return AutoConfig.for_model(self.model_type, **values)
+            found |= conversion.to_theirs(model)
+        return found
 
     def from_config(self, config: PreTrainedConfig) -> Options:
         """Return the fields of ModelConfig. ValueError if their configuration asks for another computation."""

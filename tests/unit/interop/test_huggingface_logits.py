@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from megazero.interop.huggingface.configuration import read_config
+from megazero.interop.huggingface.export import export
 from megazero.interop.huggingface.families import family_of
+from megazero.interop.huggingface.importing import import_model
 from megazero.interop.huggingface.model_types import canonical
 from tests.helpers.rounding import model_tolerance
 from tests.helpers.table import for_each
@@ -30,7 +32,7 @@ def assert_same_logits(model_type: str, keys: dict[str, Any], folder: Path) -> N
     weights_of(folder)
     wanted, engine = logits_of_theirs(folder, IDS), loaded(folder, "--seq-length", 20)
     model = read_config(folder).model
-    family = family_of(model)
+    family = family_of(model, model_type)
     family.to_config(model, None).save_pretrained(folder / "exported")
     assert family.model_type == model_type and canonical(read_config(folder / "exported").model) == canonical(model)
     error = (logits_of_ours(engine, IDS) - wanted).abs().max() / wanted.abs().max()
@@ -60,6 +62,37 @@ def test_null_and_repeated_rope_keys(model_type: str, keys: dict[str, Any], tmp_
 def test_a_width_of_heads_that_only_the_model_reads(model_type: str, tmp_path: Path) -> None:
     """Classes of these families have no head_dim, and their models take it from the file."""
     assert_same_logits(model_type, {"head_dim": 20}, tmp_path)
+
+
+KINDS_OF_MLP = ["dense", "sparse", "dense"]
+
+
+@for_each(
+    ("model_type", "keys"),
+    [
+        ("glm4_moe_lite", {"num_hidden_layers": 3, "mlp_layer_types": KINDS_OF_MLP}),
+        ("glm4_moe_lite", {}),  # DeepSeek-V3's model too
+        ("deepseek_v3", {}),
+        ("ministral", {"head_dim": 8}),  # Mistral's too
+        ("helium", {}),
+        ("glm", {"attention_bias": False, "partial_rotary_factor": 1.0, "head_dim": 8}),  # Helium's too
+        ("qwen2", {}),
+    ],
+)
+def test_a_folder_comes_back_as_its_class(model_type: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """After an import and an export, and with its own logits."""
+    from transformers import AutoModelForCausalLM
+
+    written(tmp_path, model_type, pad_token_id=None, **keys)
+    weights_of(tmp_path)
+    wanted, model = logits_of_theirs(tmp_path, IDS), read_config(tmp_path).model
+    import_model(tmp_path, tmp_path / "run")
+    export(tmp_path / "run" / "iter_0000000", tmp_path / "exported", None)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", attn_implementation="eager").eval()
+    assert back.config.model_type == model_type
+    with torch.no_grad():
+        error = (back(IDS).logits - wanted).abs().max() / wanted.abs().max()
+    assert error < model_tolerance(model, torch.float32)
 
 
 UNGATED, GATED = ("gelu", "gelu_new", "relu", "relu2"), ("silu", "swish", "gelu_pytorch_tanh")
