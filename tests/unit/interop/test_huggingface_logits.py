@@ -64,6 +64,14 @@ def test_a_width_of_heads_that_only_the_model_reads(model_type: str, tmp_path: P
     assert_same_logits(model_type, {"head_dim": 20}, tmp_path)
 
 
+@for_each(
+    ("model_type", "keys"),
+    [("mixtral", {}), ("qwen3_moe", {"norm_topk_prob": True}), ("olmoe", {"norm_topk_prob": True})],
+)
+def test_one_expert_per_token_whose_weight_is_one(model_type: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    assert_same_logits(model_type, keys | {"num_experts_per_tok": 1}, tmp_path)
+
+
 KINDS_OF_MLP = ["dense", "sparse", "dense"]
 
 
@@ -102,11 +110,12 @@ UNGATED, GATED = ("gelu", "gelu_new", "relu", "relu2"), ("silu", "swish", "gelu_
     ("model_type", "key", "name"),
     [
         *(("gpt2", "activation_function", name) for name in UNGATED),
-        *(("gptj", "activation_function", name) for name in ("relu", "gelu_fast")),
-        *((model_type, "hidden_act", name) for model_type in ("gpt_neox", "starcoder2") for name in UNGATED),
+        ("gptj", "activation_function", "relu"),
+        *(("starcoder2", "hidden_act", name) for name in UNGATED[:2]),
+        ("gpt_neox", "hidden_act", "gelu_fast"),  # of GPT-NeoX-20B
         *(("llama", "hidden_act", name) for name in GATED),
-        *(("gemma2", "hidden_activation", name) for name in GATED[1:]),
-        *((kind, "hidden_act", GATED[2]) for kind in ("mixtral", "qwen2_moe", "deepseek_v3", "glm4", "phi3", "olmo2")),
+        ("gemma2", "hidden_activation", "swish"),
+        *((kind, "hidden_act", GATED[2]) for kind in ("mixtral", "deepseek_v3", "glm4", "phi3")),
         ("gemma", "hidden_act", "gelu"),  # the class takes it as the tanh approximation
     ],
 )
