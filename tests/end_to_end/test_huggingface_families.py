@@ -34,7 +34,9 @@ def flags_of(name: str) -> str:
 
 
 LLAMA = "--architecture llama --num-query-groups"
-KINDS = {name: (family_of(family(name, ModelConfig())).model_class, flags_of(name)) for name in FAMILIES} | {
+KINDS = {
+    name: (family_of(family(name, ModelConfig(num_layers=3))).model_class, flags_of(name)) for name in FAMILIES
+} | {
     "llama, one group, tied": ("LlamaForCausalLM", f"{LLAMA} 1 --no-untie-embeddings --rope-scaling-factor 8"),
     "llama, wide heads": ("LlamaForCausalLM", f"{LLAMA} 2 --kv-channels 12"),
     "llama with a window is mistral": ("MistralForCausalLM", f"{LLAMA} 2 --window-size 6"),
