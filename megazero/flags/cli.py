@@ -17,7 +17,7 @@ from megazero.flags.config import Config
 from megazero.flags.duration import count_iterations
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, to_toml, toml_value, value_of, with_values
 from megazero.flags.foreign.translate import OWN_WORDS, refusals, split_items, translate
-from megazero.flags.giving_way import give_way
+from megazero.flags.giving_way import give_way, without_layout
 from megazero.flags.help import show_normal, until_reader_ends, with_whole_lines
 from megazero.flags.limit_checks import check_text
 from megazero.flags.presets import Preset, over_defaults, read_preset
@@ -157,6 +157,9 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         replaced |= given & TRAIN_LENGTH - names_of(args)
     given -= dropped | replaced
     from_preset = {flag for flag, value in preset.values.items() if values[flag] == value} & given - names_of(args)
+    if config.evaluation.eval_only:
+        config, kept = without_layout(config, name, from_preset, _num_ranks(config, count_ranks))
+        notes += [kept] if kept else []
     config, changes = give_way(config, name, from_preset, names_of(args))
     return Command(config=config, args=args, given=given, notes=[*notes, *changes], dropped=dropped)
 

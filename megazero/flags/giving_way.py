@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megazero.flags.config import CheckpointConfig, Config
-from megazero.flags.flag_names import as_flag, flags, value_of, with_values
+from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, value_of, with_values
 from megazero.flags.limit_checks import shorten
+from megazero.flags.resolve import make_layout
 from megazero.flags.validate import NEEDS, decay_end, iteration_range, lacks_needed
+from megazero.units import things
 
 # Flags of NEEDS that ask for another kind of run: dropping one would start a different run.
 KINDS_OF_RUN = ("elastic", "finetune", "eval-only", "plan", "plan-search")
@@ -128,3 +130,27 @@ def give_way(config: Config, preset: str, names: Collection[str], typed: Collect
         if reason and value != value_of(config, name):
             config = change(name, value, reason)
     return config, changes
+
+
+def without_layout(config: Config, preset: str, names: Collection[str], ranks: int) -> tuple[Config, str]:
+    """Return the configuration of an evaluation without a preset's layout that its ranks do not fit, and a note of it.
+
+    config.toml has the layout of the training run. An evaluation has the same result in each.
+    """
+    dropped = [name for name in LAYOUT_FLAGS if name in names and value_of(config, name) != flags()[name].default]
+    plain = with_values(config, {name: flags()[name].default for name in dropped})
+    if not dropped or _fits(config, ranks) or not _fits(plain, ranks):
+        return config, ""
+    words = " ".join(as_flag(name, value_of(config, name)) for name in dropped)
+    return (
+        plain,
+        f"--eval-only on {things(ranks, 'rank')}, without {words} of --preset {preset}; name a flag to keep it",
+    )
+
+
+def _fits(config: Config, ranks: int) -> bool:
+    try:
+        make_layout(config, ranks)
+    except ValueError:
+        return False
+    return True

@@ -114,11 +114,6 @@ def _check_experts(config: Config) -> None:
         )
     if top > experts:
         raise ValueError(f"--moe-router-topk {top} is more than --num-experts {experts}; use at most {experts}")
-    if top == 1 and not model.moe_router_pre_softmax:
-        raise ValueError(
-            "--moe-router-topk 1 without --moe-router-pre-softmax: the weight of a token's only expert is 1, so that "
-            "the router would not learn; add --moe-router-pre-softmax, or use 2"
-        )
     _check_expert_layers(model)
     _check_groups(model)
     if model.moe_shared_expert_gate and not (

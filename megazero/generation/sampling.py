@@ -39,9 +39,9 @@ class Sampling:
         """logits [v] on the CPU -> a token."""
         if self.temperature == 0:
             return int(logits.argmax())
-        values, which = (logits / self.temperature).sort(descending=True, stable=True)
-        values = values[: self.top_k or len(values)]
-        probabilities = values.to(torch.float64).softmax(-1)
+        values, which = logits.sort(descending=True, stable=True)
+        values = values[: self.top_k or len(values)].to(torch.float64)
+        probabilities = ((values - values[0]) / self.temperature).softmax(-1)  # a difference of 0 stays finite
         # Keep a token if the sum of those before it is below top_p; so the first is always kept.
         kept = int((probabilities.cumsum(-1) - probabilities < self.top_p).sum())
         return int(which[torch.multinomial(probabilities[:kept], 1, generator=generator)])

@@ -85,7 +85,8 @@ def screen(
     replicas = f"{layout.dp} ranks x " if layout.dp > 1 else ""
     batch = f"{replicas}{config.micro_batches(layout.dp)} x micro-batch {training.micro_batch_size}"
     epochs = f", {tokens / corpus:{'.2g' if tokens < corpus else ',.1f'}} epochs" if corpus and len(stages) == 1 else ""
-    warnings = padding_warning(config, layout), _queue_warning(config, layout, machine.device_type)
+    queue = _queue_warning(config, layout, machine.device_type)
+    warnings = padding_warning(config, layout), queue, *_update_warnings(config)
     paragraphs = {
         "model": f"{model.architecture}, {count(num_parameters(declare(model)))} parameters: {model.num_layers} "
         f"layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, vocabulary "
@@ -122,6 +123,24 @@ def _stage_words(stage: DataStage, config: Config) -> str:
 def _queue_warning(config: Config, layout: Layout, device_type: str) -> str:
     _, warns, text = queue_line(config, layout, device_type).rpartition("warning: ")
     return text if warns else ""
+
+
+def _update_warnings(config: Config) -> list[str]:
+    """Return warnings of weights whose gradients are 0 but for rounding."""
+    model, found = config.model, []
+    if model.expert_layers and model.moe_router_topk == 1 and not model.moe_router_pre_softmax:
+        found.append(
+            "--moe-router-topk 1 without --moe-router-pre-softmax: the weight of a token's only expert is always 1, so "
+            "that routers do not learn from the loss; a new model needs --moe-router-pre-softmax, or 2 experts"
+        )
+    traits, unrotated = model.traits, model.rotary_dim < model.head_dim or "N" in model.layer_pattern
+    shifts = (model.add_qkv_bias or "qkv" in traits.biases) and not (traits.sinks or model.attention_softcap)
+    if config.optimizer.optimizer == "lion" and shifts and (unrotated or traits.learned_positions):
+        found.append(
+            "--optimizer lion: no loss depends on the biases of keys that are not rotated; their gradients are "
+            "rounding, whose sign Lion takes, so these biases differ between layouts"
+        )
+    return found if config.trains else []
 
 
 def drawing(config: Config, layout: Layout) -> list[str]:

@@ -29,7 +29,7 @@ from megazero.flags.stages import WHOLE, DataStage
 from megazero.log import log
 from megazero.run.changes import changed_options
 from megazero.run.resume import check_data, check_same_model, check_stage, find_checkpoint, takes_memory
-from megazero.run.run_state import Progress, RunState, attached_tokenizer, is_hugging_face, source_digest
+from megazero.run.run_state import Progress, RunState, attached_tokenizer, is_hugging_face, source_digest, source_type
 from megazero.run.stopping import DeadRun, newest_words
 from megazero.units import things
 from megazero.world import generation
@@ -79,6 +79,7 @@ class Checkpoints:
         self.config, self.engine, self.mesh = config, engine, engine.mesh
         self.fingerprints, self.split_by_tokens = tuple(datasets.fingerprints()), datasets.split_by_tokens
         self.watchdog, self.source_digest = watchdog, source_digest(config.hf_config)
+        self.source_type = source_type(config.hf_config)  # or that of the checkpoint from which the run began
         self.saved_at: int | None = None  # iteration of the newest checkpoint in --save
         self.in_memory_at: int | None = None  # iteration of the newest checkpoint in memory, perhaps in flight
         self.loaded_from_memory: int | None = None  # iteration at which the run resumed from memory
@@ -168,6 +169,7 @@ class Checkpoints:
             saved_tokenizer=self.saved_tokenizer,
             stage=self.stage.first,
             source_digest=self.source_digest,
+            source_type=self.source_type,
         )
         return shards, state.to_json()
 
@@ -354,6 +356,7 @@ class CheckpointLoader:
             assert self.memory is not None
             state = RunState.of(path, self.memory.read_state(found))
             check_same_model(path, state.typed_model(path), self.config.model)
+        self.saves.source_type = self.saves.source_type or state.source_type
         finetunes = self.config.checkpoint.finetune and found is None
         if finetunes or self.config.evaluation.eval_only or state.weights_only:
             self._load_weights(path, state.expert_biases)

@@ -15,6 +15,7 @@ from megazero.checkpoint.folders import LATEST
 from megazero.checkpoint.manifest import read_state_file
 from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
 from megazero.engine.step.optimization import learning_rate
+from megazero.files import read_json_object
 from megazero.flags.config import Config, ModelConfig, OptimizerConfig
 from megazero.flags.validate import check_values
 
@@ -62,6 +63,7 @@ class RunState:
     stage: Count = 0  # the first sample of the stage that wrote it
     averages: Count = 0  # changes of the running average of the weights so far
     source_digest: str = ""  # of the config.json from which the model came, config["hf_config"]
+    source_type: str = ""  # its model_type, which an export has again
     # layer -> biases of its experts, of --moe-router-enable-expert-bias
     expert_biases: dict[str, list[Finite]] = field(default_factory=dict)
 
@@ -193,6 +195,17 @@ def source_digest(source: str) -> str:
     """Return a hash of --hf-config, a config.json or its folder; empty if there is none."""
     file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if source and file.is_file() else ""
+
+
+def source_type(source: str) -> str:
+    """Return the model_type of --hf-config; empty if there is none, or it cannot be read."""
+    if not source:
+        return ""
+    try:
+        found = read_json_object(Path(source) / "config.json" if Path(source).is_dir() else Path(source))
+    except (OSError, ValueError):
+        return ""
+    return str(found.get("model_type", ""))
 
 
 def is_hugging_face(folder: Path) -> bool:

@@ -26,6 +26,7 @@ NARROW = {"moe_intermediate_size": 28, "shared_expert_intermediate_size": 20, "m
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5},
     "qwen3": {"num_key_value_heads": 2, "intermediate_size": 40, "head_dim": 8, "tie_word_embeddings": True},
+    "ministral": {"num_key_value_heads": 2, "intermediate_size": 40, "head_dim": 6, "sliding_window": 5},
     "qwen2_moe": EXPERTS | NARROW,
     "mixtral": EXPERTS | {"head_dim": 6},
     "gpt2": {"n_inner": 40, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -180,7 +181,7 @@ def tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
 
 
-RINGS = {"llama": pytest.mark.second}
+RINGS = {"ministral": pytest.mark.second}  # whose model is Mistral's: an export has the type of the folder
 EACH = [pytest.param(name, marks=RINGS.get(name, pytest.mark.slow)) for name in MODELS]
 
 

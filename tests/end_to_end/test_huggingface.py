@@ -240,7 +240,7 @@ def damaged(folder: Path, change: str) -> None:
     config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     name = "transformer.h.1.mlp.c_fc.weight"
     if change == "other activation":
-        config["activation_function"] = "relu"
+        config["activation_function"] = "quick_gelu"
     elif change == "other architecture":
         config["model_type"] = "bert"
     elif change == "more layers":
@@ -276,7 +276,7 @@ def damaged(folder: Path, change: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("other activation", "config.json has activation_function relu; this version computes gelu_new or"),
+        ("other activation", "config.json has activation_function quick_gelu; this version computes gelu, "),
         (
             "other architecture",
             "its model_type is 'bert', which has attention to later tokens; known are gpt2, .*, llama, ",

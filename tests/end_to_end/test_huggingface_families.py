@@ -34,7 +34,9 @@ def flags_of(name: str) -> str:
 
 
 LLAMA = "--architecture llama --num-query-groups"
-KINDS = {name: (family_of(family(name, ModelConfig())).model_class, flags_of(name)) for name in FAMILIES} | {
+KINDS = {
+    name: (family_of(family(name, ModelConfig(num_layers=3))).model_class, flags_of(name)) for name in FAMILIES
+} | {
     "llama, one group, tied": ("LlamaForCausalLM", f"{LLAMA} 1 --no-untie-embeddings --rope-scaling-factor 8"),
     "llama, wide heads": ("LlamaForCausalLM", f"{LLAMA} 2 --kv-channels 12"),
     "llama with a window is mistral": ("MistralForCausalLM", f"{LLAMA} 2 --window-size 6"),
@@ -100,7 +102,11 @@ def test_there_and_back(kind: str, tmp_path: Path, ranks: Callable[[int], Ranks]
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hidden_act": "gelu"}, "config.json has hidden_act gelu; this version computes silu only"),
+        (
+            {"hidden_act": "gelu"},
+            "config.json has hidden_act gelu; this version computes silu, swish, gelu_pytorch_tanh, .* only",
+        ),
+        ({"hidden_act": "relu2"}, "config.json has hidden_act relu2; this version computes silu, "),
         ({"attention_bias": True}, "config.json has attention_bias True"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},

@@ -5,15 +5,16 @@ transformers' class parses config.json, and the family's row in MODELS converts 
 reads are recorded. A key of the file is *read* if the row reads its attribute, or if an attribute that the row reads
 is another without the key, or with 1 as its number or its factor: `rope_theta` and `rope_scaling` of old files become
 `rope_parameters`, and may have the default values. Then the file is parsed again with the keys that are read alone. An
-attribute that differs between both is one that the file sets away from its default, and that nothing of ours computes:
-it is refused, unless no computation depends on it (`HARMLESS`). So a row needs no list of the keys that it does not
-support, and a key that a later transformers adds is refused too. Keys that transformers' model ignores although its
-class has them are ignored, and reported: IGNORED, and `HuggingFaceModel.ignored`.
+attribute that differs between both is one that the file sets away from its default, and that nothing of ours computes.
+No computation depends on those of HARMLESS. Of the others, `trial` finds those that transformers' model ignores, by
+small copies of it with and without them: they are ignored, and reported, as are IGNORED and `HuggingFaceModel.ignored`.
+The rest is refused. So a row needs no list of the keys that it does not support.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,8 @@ from megazero.files import explain, read_json_object
 from megazero.flags.config import ModelConfig
 from megazero.interop.huggingface.families import MODELS
 from megazero.interop.huggingface.model_types import HuggingFaceModel
+from megazero.interop.huggingface.trial import ignored_keys
+from megazero.interop.huggingface.weight_conversions import usual_head_dim
 from megazero.optional import load_optional
 
 if TYPE_CHECKING:
@@ -65,6 +68,10 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",
 }
 
+# Keys of positions that classes convert, and have no attribute for.
+ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base"}
+NEAR = 0.9  # similarity, of at most 1, of a misspelled key
+
 PREDICTIONS_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 # Types of published files that transformers does not know -> the one that it computes for them.
@@ -78,7 +85,7 @@ LACKING = {
     **dict.fromkeys(("bloom", "mpt"), "ALiBi positions"),
     **dict.fromkeys(("kimi_linear", "minimax", "bailing_hybrid", "olmo_hybrid"), "linear attention"),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "rwkv"), "linear attention"),
-    **dict.fromkeys(("arcee", "nemotron", "persimmon", "nanochat"), "squared ReLU in its MLP"),
+    **{"nemotron": "LayerNorms that add 1 to their weights", "nanochat": "norms without weights"},
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "attention to chosen tokens"),
     **dict.fromkeys(("gemma3n_text", "gemma4_text"), "embeddings in each layer"),
     **dict.fromkeys(("cohere", "cohere2"), "LayerNorm without biases"),
@@ -139,12 +146,17 @@ def read_config(path: Path, flag: str = "--from hf") -> ReadConfig:
         raise ValueError(f"{where}: {explain(error)}") from None
     architecture, classes = architecture_of(keys, where), load_optional("transformers", where).CONFIG_MAPPING
     try:
-        model = _converted(architecture, classes[architecture.model_type], keys)
+        model, tried = _converted(architecture, classes[architecture.model_type], keys)
     except Exception as error:  # transformers' checks raise classes of several libraries
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{where}: {reason}") from (None if isinstance(error, ValueError) else error)
     ignored = [key for key in (*IGNORED, *architecture.ignored) if keys.get(key)]
     notes = [_ignored_note(file, key, keys[key], architecture) for key in ignored]
+    if tried:
+        notes.append(
+            f"{file} has {_listed(tried)}: transformers' {architecture.model_class} ignores such keys (small models "
+            "with and without them are equal), and so does this version"
+        )
     return ReadConfig(architecture, model, notes)
 
 
@@ -179,26 +191,40 @@ def _unknown(model_type: str, keys: Mapping[str, Any]) -> str:
     )
 
 
-def _converted(architecture: HuggingFaceModel, parser: type[PreTrainedConfig], keys: Mapping[str, Any]) -> ModelConfig:
-    """Convert the keys of a config.json. ValueError if they ask for a computation that is not ours."""
+def _converted(
+    architecture: HuggingFaceModel, parser: type[PreTrainedConfig], keys: Mapping[str, Any]
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """Return the model of a config.json, and its keys that were tried and have no effect.
+
+    Raises:
+        ValueError: it asks for a computation that is not ours.
+    """
     for key in filter(keys.get, NEVER):
         _refuse({key: keys[key]}, NEVER[key])
     keys = {key: value for key, value in keys.items() if key not in (*IGNORED, *architecture.ignored)}
     whole, read = _parsed(parser, keys), set[str]()
     model = ModelConfig(**architecture.from_config(_Recorded(whole, read)))  # type: ignore[arg-type]
-    _refuse_unread(parser, keys, whole, read)
-    return model
+    return model, _unread(architecture.model_class, keys, whole, read)
 
 
 def _parsed(parser: type[PreTrainedConfig], keys: Mapping[str, Any]) -> PreTrainedConfig:
-    """Parse keys. transformers writes into the values that it is given (rope_theta into rope_scaling): hence a copy."""
-    return parser.from_dict(copy.deepcopy(dict(keys)))
+    """Parse keys. transformers writes into the values that it is given (rope_theta into rope_scaling): hence a copy.
+
+    Its models begin with `standardize_rope_params`, which writes a key `original_max_position_embeddings` outside of
+    rope_parameters over that inside.
+    """
+    found = parser.from_dict(copy.deepcopy(dict(keys)))
+    if getattr(found, "rope_parameters", None):
+        found.standardize_rope_params()
+    return found
 
 
-def _refuse_unread(
-    parser: type[PreTrainedConfig], keys: Mapping[str, Any], whole: PreTrainedConfig, read: set[str]
-) -> None:
-    """Refuse keys that change an attribute that is neither read nor harmless. See Note [Every key is read]."""
+def _unread(model_class: str, keys: Mapping[str, Any], whole: PreTrainedConfig, read: set[str]) -> dict[str, Any]:
+    """Return the keys that transformers' model ignores, although they change an attribute that is not harmless.
+
+    Others that are not read are refused. See Note [Every key is read].
+    """
+    parser = type(whole)
 
     def differing(other: PreTrainedConfig, names: set[str]) -> list[str]:
         return [name for name in sorted(names) if getattr(whole, name, None) != getattr(other, name, None)]
@@ -211,24 +237,33 @@ def _refuse_unread(
         others: list[dict[str, Any]] = [{}] if other is None else [{}, {key: other}]
         return any(differing(parsed({key}, **given), read) for given in others)
 
-    asked = {key for key, value in keys.items() if key not in HARMLESS and not _without_effect(key, value)}
+    asked = {key for key, value in keys.items() if key not in HARMLESS and not _without_effect(key, value, whole)}
     unread = {key for key in asked - read if not is_read(key)}
     known = {name for name in vars(whole) if not name.startswith("_")} - HARMLESS - read
     faults = dict.fromkeys(differing(parsed(unread), known))
     faults |= dict.fromkeys(sorted(unread - known))
     if not faults:
-        return
-    plain = parser()
-    own = [name for name in faults if hasattr(plain, name) or differing(parsed({name}), known - {name})]
-    deletion = f"transformers' {parser.__name__} ignores it, and computes the same model if you delete it from {CONFIG}"
-    asked_for = {name: keys.get(name, getattr(whole, name, None)) for name in own or faults}
-    _refuse(asked_for, ADD if own else deletion)
+        return {}
+    plain = vars(parser()).keys() | ROPE_KEYS
+    for name in faults.keys() - plain:
+        if near := difflib.get_close_matches(name, plain, 1, NEAR):
+            _refuse({name: keys.get(name)}, f"did you mean {near[0]}? transformers ignores a key that it does not know")
+    values = {name: keys.get(name, getattr(whole, name, None)) for name in faults}
+    try:
+        ignored = ignored_keys(model_class, whole, parsed, faults)
+    except ValueError as error:
+        _refuse(values, str(error))
+    _refuse({name: value for name, value in values.items() if name not in ignored}, ADD)
+    return values
 
 
 def _refuse(asked: Mapping[str, Any], way_out: str) -> None:
     if asked:
-        found = ", ".join(f"{name} {_shown(value)}" for name, value in asked.items())
-        raise ValueError(f"{CONFIG} has {found}; this version does not compute it: {way_out}")
+        raise ValueError(f"{CONFIG} has {_listed(asked)}; this version does not compute it: {way_out}")
+
+
+def _listed(asked: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {_shown(value)}" for name, value in asked.items())
 
 
 def _with_other_numbers(value: Any) -> Any:
@@ -238,8 +273,10 @@ def _with_other_numbers(value: Any) -> Any:
     return type(value)(2 if value == 1 else 1) if type(value) in (int, float) else None
 
 
-def _without_effect(key: str, value: Any) -> bool:
-    """Return whether a key asks for nothing: it is null, or one that no class has any more, switched off."""
+def _without_effect(key: str, value: Any, whole: PreTrainedConfig) -> bool:
+    """Return whether a key asks for nothing: null, the usual head_dim, or one that no class has now, switched off."""
+    if key == "head_dim" and value == usual_head_dim(whole) and not hasattr(whole, "kv_lora_rank"):
+        return True
     return value is None or (key in WITHOUT_EFFECT and WITHOUT_EFFECT[key] == value)
 
 

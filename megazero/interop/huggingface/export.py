@@ -20,7 +20,7 @@ from megazero.engine.options.optimizers import AVERAGE
 from megazero.files import new_folder, write_atomically
 from megazero.flags.config import ModelConfig
 from megazero.interop.huggingface.families import family_of
-from megazero.interop.huggingface.model_types import SAME, TensorNames
+from megazero.interop.huggingface.model_types import SAME, HuggingFaceModel, TensorNames
 from megazero.interop.huggingface.tokenizer_files import check_tokenizer, special_ids, write_tokenizer
 from megazero.log import log
 from megazero.run.run_state import RunState, run_tokenizer
@@ -41,9 +41,9 @@ def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {spec.name: spec.shape for spec in declare(model).params()}
 
 
-def exported(model: ModelConfig) -> ModelConfig:
+def exported(model: ModelConfig, family: HuggingFaceModel) -> ModelConfig:
     """Return the model as an export holds it, and warn of modules that are left out."""
-    found, family = model, family_of(model)
+    found = model
     if model.mtp_num_layers and not family.predicts:
         found = replace(model, mtp_num_layers=0)
         log.warning(
@@ -53,9 +53,9 @@ def exported(model: ModelConfig) -> ModelConfig:
     return found
 
 
-def plan_shards(model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[Shard]:
+def plan_shards(family: HuggingFaceModel, model: ModelConfig, dtype: torch.dtype, shard_bytes: int) -> list[Shard]:
     """Divide the model's tensors, in order, into files of at most `shard_bytes`, or of one tensor that is larger."""
-    family, shapes, shards = family_of(model), shapes_of(model), [Shard([], [], 0)]
+    shapes, shards = shapes_of(model), [Shard([], [], 0)]
     for row in dict.fromkeys(row for name in shapes for row in family.names(name, model)):
         ours = [torch.empty(shapes[name], dtype=dtype, device="meta")[row.rows] for name in row.ours]
         parts = row.form.split(ours, model)
@@ -104,12 +104,16 @@ def export(
             f"--weights ema: {path} has no running average of the weights; train with --ema-interval N, and export a "
             "checkpoint of at least N updates"
         )
-    model = exported(state.model_config(path))
-    shards = plan_shards(model, DTYPES[dtype], shard_bytes)
+    model = state.model_config(path)
+    family = family_of(model, state.source_type)
+    model = exported(model, family)
+    shards = plan_shards(family, model, DTYPES[dtype], shard_bytes)
     with new_folder(output) as folder:
         same = tokenizer is None or write_tokenizer(tokenizer, folder)
-        _write_config(model, folder, dtype, special_ids(tokenizer, folder) if tokenizer is not None else {})
-        biases = [torch.tensor(state.expert_biases[str(number)]) for number in family_of(model).bias_names(model)]
+        _write_config(
+            family, model, folder, dtype=dtype, ids=special_ids(tokenizer, folder) if tokenizer is not None else {}
+        )
+        biases = [torch.tensor(state.expert_biases[str(number)]) for number in family.bias_names(model)]
         source = ExportSource(TensorReader(path), weights, dtype, advance)
         _write_weights(source, model, shards, biases, folder=folder)
     return same
@@ -123,7 +127,8 @@ def export_run(path: Path, output: Path, dtype: str) -> bool:
 
 def check_export(model: ModelConfig, tokenizer: Tokenizer | None) -> None:
     """Refuse a run whose export would compute another model. ValueError names the options, or the tokenizer."""
-    family_of(model).to_config(exported(model), None)
+    family = family_of(model)
+    family.to_config(exported(model, family), None)
     if tokenizer is not None:
         check_tokenizer(tokenizer)
 
@@ -188,10 +193,11 @@ def _parts(source: ExportSource, same: list[TensorNames], model: ModelConfig) ->
                     yield from ([part] for part in each.form.split([expert], model))
 
 
-def _write_config(model: ModelConfig, folder: Path, dtype: str, ids: dict[str, int | None]) -> None:
+def _write_config(
+    family: HuggingFaceModel, model: ModelConfig, folder: Path, dtype: str, ids: dict[str, int | None]
+) -> None:
     from transformers import GenerationConfig
 
-    family = family_of(model)
     config = family.to_config(model, ids.get("eos_token_id"))
     config.bos_token_id = ids.get("bos_token_id")
     config.architectures, config.dtype = [family.model_class], str(DTYPES[dtype]).removeprefix("torch.")

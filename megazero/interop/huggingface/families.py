@@ -3,6 +3,7 @@
 Shapes: h hidden, n heads, g groups of heads that share keys and values, d head dim, f ffn, E experts.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from megazero.engine.kernels.eager import SWIGLU_LIMIT, SWIGLU_SLOPE
@@ -10,6 +11,8 @@ from megazero.flags.config import ModelConfig
 from megazero.flags.flag_names import as_flag
 from megazero.interop.huggingface.gpt_families import GPT2, GPTJ
 from megazero.interop.huggingface.model_types import (
+    ACTIVATIONS,
+    GATED_ACTIVATIONS,
     OUTPUT,
     QKV_BY_HEAD,
     SAME,
@@ -52,6 +55,7 @@ from megazero.interop.huggingface.weight_conversions import (
     MLP_LAYER_TYPES,
     NO_ROPE_LAYERS,
     ONE_WIDTH,
+    OTHER_HEAD_DIM,
     PHI3,
     PREDICTIONS_NUMBER,
     QWEN_WINDOWS,
@@ -60,6 +64,7 @@ from megazero.interop.huggingface.weight_conversions import (
     STARCODER2_DROPOUT,
     SWITCHED_WINDOW,
     TOPK_PROB,
+    USUAL_HEAD_DIM,
     WINDOW,
     WINDOWS,
 )
@@ -77,11 +82,7 @@ LLAMA_OPTIONS = {
     "init_method_std": "initializer_range",
 }
 NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
-SILU = NO_BIASES | {"hidden_act": ("silu",)}
-GEMMA_REQUIRED = NO_BIASES | {
-    "hidden_activation": ("gelu_pytorch_tanh",),
-    "use_bidirectional_attention": (None, False),
-}
+GEMMA_REQUIRED = NO_BIASES | {"use_bidirectional_attention": (None, False)}
 
 
 def _llama(
@@ -92,8 +93,9 @@ def _llama(
     layers: Names = BEFORE | ATTENTION | GATED_MLP,
     options: dict[str, str] | None = None,
     needed: Options | None = None,
-    required: dict[str, tuple[Any, ...]] = SILU,
+    required: dict[str, tuple[Any, ...]] = NO_BIASES,
     kinds: str = "GL",
+    activations: Mapping[str, tuple[str, ...]] = GATED_ACTIVATIONS,
     **others: Any,
 ) -> HuggingFaceModel:
     """Return a relative of Llama.
@@ -114,12 +116,14 @@ def _llama(
         required=required,
         needed=needed or {},
         kinds=kinds,
+        activations=activations,
         buffers=(".rotary_emb.inv_freq",),
         **others,
     )
 
 
 GEMMA: Options = {"layers": AROUND | ATTENTION | GATED_MLP, "required": GEMMA_REQUIRED}
+GEMMA |= {"activation_key": "hidden_activation"}
 OLMO: Options = {
     "layers": AFTER | ATTENTION | GATED_MLP,
     "needed": {"qk_layernorm": True, "qk_norm_all_heads": True},
@@ -127,7 +131,7 @@ OLMO: Options = {
 GLMS: Options = {
     "options": {"add_qkv_bias": "attention_bias"},
     "needed": {"rotary_interleaved": True},
-    "required": {"hidden_act": ("silu",)},
+    "required": {},
     "kinds": "G",
 }
 
@@ -175,7 +179,7 @@ def _deepseek(
         | (PREDICTIONS if predicts else {}),
         options=LATENTS,
         needed=needed,
-        required=SILU | required,
+        required=NO_BIASES | required,
         kinds="G",
         ignored=("num_nextn_predict_layers", "ep_size", "moe_layer_freq", "aux_loss_alpha", "seq_aux", *ignored),
         expert_bias=EXPERT_BIAS if sigmoid else "",
@@ -212,7 +216,8 @@ NEOX = HuggingFaceModel(
     options={name: theirs for name, theirs in LLAMA_OPTIONS.items() if name != "num_query_groups"}
     | {"norm_epsilon": "layer_norm_eps", "hidden_dropout": "hidden_dropout"},
     conversions=(PARTIAL_ROTARY,),
-    required={"hidden_act": ("gelu",), "attention_bias": (True,), "use_parallel_residual": (True,)},
+    activations=ACTIVATIONS,
+    required={"attention_bias": (True,), "use_parallel_residual": (True,)},
     needed={},
     buffers=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
 )
@@ -225,7 +230,7 @@ MODELS = {
         _llama("llama", "LlamaForCausalLM", ROTARY, HEAD_DIM),
         _llama("mistral", "MistralForCausalLM", ROTARY, HEAD_DIM, WINDOW),
         _llama("ministral", "MinistralForCausalLM", ROTARY, HEAD_DIM, WINDOWS, architecture="mistral"),
-        _llama("qwen2", "Qwen2ForCausalLM", ROTARY, QWEN_WINDOWS, needed={"add_qkv_bias": True}),
+        _llama("qwen2", "Qwen2ForCausalLM", ROTARY, OTHER_HEAD_DIM, QWEN_WINDOWS, needed={"add_qkv_bias": True}),
         _llama("qwen3", "Qwen3ForCausalLM", ROTARY, HEAD_DIM, QWEN_WINDOWS, needed={"qk_layernorm": True}),
         _llama(
             "mixtral",
@@ -237,7 +242,7 @@ MODELS = {
         _llama(
             "qwen2_moe",
             "Qwen2MoeForCausalLM",
-            *(ROTARY, QWEN_WINDOWS, SPARSE_LAYERS, TOPK_PROB),
+            *(ROTARY, OTHER_HEAD_DIM, QWEN_WINDOWS, SPARSE_LAYERS, TOPK_PROB),
             architecture="qwen2-moe",
             layers=BEFORE | ATTENTION | GATED_MLP | EXPERTS | SHARED_EXPERT,
             options=ROUTED_AND_DENSE
@@ -291,7 +296,7 @@ MODELS = {
             layers=BEFORE | ATTENTION | GATED_MLP | EXPERTS | SHARED_EXPERTS_LAYERS | PREDICTIONS,
             options=ROUTED_BY_SIGMOID | {"add_qkv_bias": "attention_bias", "qk_layernorm": "use_qk_norm"},
             needed=SIGMOID,
-            required={"hidden_act": SILU["hidden_act"]},
+            required={},
             kinds="G",
             ignored=("num_nextn_predict_layers",),
             expert_bias=EXPERT_BIAS,
@@ -301,7 +306,7 @@ MODELS = {
         _llama(
             "helium",
             "HeliumForCausalLM",
-            *(ROTARY, HEAD_DIM),
+            *(ROTARY, USUAL_HEAD_DIM),
             architecture="llama",
             needed={"rotary_interleaved": True},
             kinds="G",
@@ -322,18 +327,18 @@ MODELS = {
             architecture="gpt-oss",
             layers=BEFORE | ATTENTION | GPT_OSS,
             options={"num_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
+            activations={},
             required={"hidden_act": ("silu",), "attention_bias": (True,)}
             | {"swiglu_limit": (SWIGLU_LIMIT,), "swiglu_alpha": (SWIGLU_SLOPE,)},
             ignored=("experts_per_token", "initial_context_length"),
         ),
-        _llama("olmo2", "Olmo2ForCausalLM", ROTARY, **OLMO),
-        _llama("olmo3", "Olmo3ForCausalLM", LOCAL_ROTARY, WINDOWS, **OLMO),
+        _llama("olmo2", "Olmo2ForCausalLM", ROTARY, OTHER_HEAD_DIM, **OLMO),
+        _llama("olmo3", "Olmo3ForCausalLM", LOCAL_ROTARY, OTHER_HEAD_DIM, WINDOWS, **OLMO),
         _llama(
             "gemma",
             "GemmaForCausalLM",
             *(ROTARY, HEAD_DIM),
-            required=NO_BIASES
-            | {"hidden_act": ("gelu_pytorch_tanh", "gelu"), "use_bidirectional_attention": (None, False)},
+            required=GEMMA_REQUIRED,
             kinds="G",
         ),
         _llama("gemma2", "Gemma2ForCausalLM", ROTARY, HEAD_DIM, WINDOWS, GEMMA_SCORES, GEMMA2_SOFTCAP, **GEMMA),
@@ -349,15 +354,15 @@ MODELS = {
         _llama(
             "phi3",
             "Phi3ForCausalLM",
-            *(PARTIAL_ROTARY, WINDOW, PHI3),
+            *(PARTIAL_ROTARY, OTHER_HEAD_DIM, WINDOW, PHI3),
             layers=BEFORE | PHI3_LAYERS,
             options={"hidden_dropout": "resid_pdrop"},
         ),
         _llama(
             "smollm3",
             "SmolLM3ForCausalLM",
-            *(ROTARY, NO_ROPE_LAYERS),
-            required=SILU | {"use_sliding_window": (False,)},
+            *(ROTARY, OTHER_HEAD_DIM, NO_ROPE_LAYERS),
+            required=NO_BIASES | {"use_sliding_window": (False,)},
             kinds="GN",
         ),
         _llama(
@@ -373,12 +378,12 @@ MODELS = {
                 "add_qkv_bias": "use_qkv_bias",
                 "hidden_dropout": "hidden_dropout",
             },
-            required=SILU | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
+            required=NO_BIASES | {"use_parallel_residual": (False,), "qk_layernorm": (False,)},
         ),
         _llama(
             "starcoder2",
             "Starcoder2ForCausalLM",
-            *(ROTARY, WINDOW, STARCODER2_DROPOUT),
+            *(ROTARY, OTHER_HEAD_DIM, WINDOW, STARCODER2_DROPOUT),
             layers=weight_and_bias("norm1", SAME, "input_layernorm")
             | weight_and_bias("norm2", SAME, "post_attention_layernorm")
             | ATTENTION
@@ -386,13 +391,14 @@ MODELS = {
             | weight_and_bias("mlp.up", SAME, "mlp.c_fc")
             | weight_and_bias("mlp.down", SAME, "mlp.c_proj"),
             options={"norm_epsilon": "norm_epsilon", "hidden_dropout": "residual_dropout"},
-            required={"hidden_act": ("gelu_pytorch_tanh",), "use_bias": (True,)}
+            activations=ACTIVATIONS,
+            required={"use_bias": (True,)}
             | {"mlp_type": ("default",), "norm_type": ("layer_norm",)},  # of published files; their class has neither
         ),
         _llama(
             "granite",
             "GraniteForCausalLM",
-            *(ROTARY, ATTENTION_MULTIPLIER),
+            *(ROTARY, OTHER_HEAD_DIM, ATTENTION_MULTIPLIER),
             options={
                 "embedding_multiplier": "embedding_multiplier",
                 "residual_multiplier": "residual_multiplier",
@@ -403,12 +409,28 @@ MODELS = {
 }
 
 
-def family_of(model: ModelConfig) -> HuggingFaceModel:
-    """Return the family that computes the same as `model`, that of its name or another. ValueError without one."""
+def family_of(model: ModelConfig, source_type: str = "") -> HuggingFaceModel:
+    """Return the family that computes the same as `model`: that of its source, of its name, or another.
+
+    Args:
+        source_type: model_type of the config.json from which the model came.
+
+    Raises:
+        ValueError: no family computes it.
+    """
     own = [each for each in MODELS.values() if each.architecture == model.architecture]
-    for found in [*own, *MODELS.values()]:
+    first = [MODELS[source_type]] if source_type in MODELS else []
+    refused = None
+    for found in [*first, *own, *MODELS.values()]:
         if not found.differences(model):
-            return found
+            try:
+                found.converted(model)
+            except ValueError as error:  # DeepSeek-V3 has dense layers at the start alone, GLM-4.7-Flash anywhere
+                refused = refused or error
+            else:
+                return found
+    if refused:
+        raise refused
     if not own:
         raise ValueError(
             f"--architecture {model.architecture} has no table that converts it to Hugging Face; see docs/extending.md"

@@ -3,10 +3,12 @@
 from typing import Any
 
 from megazero.interop.huggingface.model_types import (
+    ACTIVATIONS,
     HEADS,
     KEYS_AND_VALUES,
     QKV_COLUMNS,
     SAME,
+    TANH_GELU,
     TRANSPOSED,
     HuggingFaceModel,
 )
@@ -26,10 +28,13 @@ GPT_OPTIONS = {
     "init_method_std": "initializer_range",
 }
 GPT_REQUIRED: dict[str, tuple[Any, ...]] = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
+}
+GPT_ACTIVATION: dict[str, Any] = {
+    "activation_key": "activation_function",
+    "activations": ACTIVATIONS | {"gelu-tanh": ("gelu_new", *TANH_GELU)},
 }
 GPT2 = HuggingFaceModel(
     model_type="gpt2",
@@ -58,6 +63,7 @@ GPT2 = HuggingFaceModel(
     required=GPT_REQUIRED,
     needed={},
     buffers=(".attn.bias", ".attn.masked_bias"),
+    **GPT_ACTIVATION,
 )
 GPTJ = HuggingFaceModel(
     model_type="gptj",
@@ -81,4 +87,5 @@ GPTJ = HuggingFaceModel(
     required=GPT_REQUIRED,
     needed={"rotary_interleaved": True},
     buffers=(".attn.bias", ".attn.masked_bias"),
+    **GPT_ACTIVATION,
 )

@@ -140,7 +140,11 @@ def import_model(source: Path, output: Path, advance: Callable[[int], None] = la
         write_atomically(folder / "config.toml", to_toml(config, flags).encode())
         tensors = _tensors(architecture, model, files, names=names, advance=advance)
         saved, attached = attached_tokenizer(tokenizer)
-        state = replace(_state(config, saved), expert_biases=read_biases(files, architecture, model, names))
+        state = replace(
+            _state(config, saved),
+            expert_biases=read_biases(files, architecture, model, names),
+            source_type=architecture.model_type,
+        )
         write_checkpoint(folder, 0, shapes, tensors=tensors, state=state.to_json(), attached=attached)
     return tokenizer is not None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -101,6 +101,10 @@ KEYS_AND_VALUES = Form(  # [g, 2, d, ...] and two [g d, ...]
     lambda xs, _: tuple(part.flatten(0, 1) for part in xs[0].unbind(1)),
     lambda xs, model: (torch.stack([x.unflatten(0, (model.query_groups, -1)) for x in xs], dim=1),),
 )
+# Activations of ours -> names of theirs, of MLPs with two matrices and of gated ones.
+TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate")
+ACTIVATIONS = {"gelu": ("gelu", "gelu_python"), "gelu-tanh": TANH_GELU, "relu": ("relu",), "squared-relu": ("relu2",)}
+GATED_ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu-tanh": TANH_GELU}
 STACKED = Form(lambda xs, _: xs[0].unbind(0), lambda xs, _: (torch.stack(list(xs)),))  # [2, f, ...] and two [f, ...]
 HALVES = Form(lambda xs, _: (xs[0].flatten(0, 1),), lambda xs, _: (xs[0].unflatten(0, (2, -1)),))  # [2 f, ...]
 EXPERT = Form(lambda xs, _: xs[0][0].unbind(0), lambda xs, _: (torch.stack(list(xs))[None],))  # [1, 2, f, h] and two
@@ -229,6 +233,8 @@ class HuggingFaceModel:
         expert_bias: name of the biases of a router, by which it balances experts; empty: it has none.
         further_layers: files may hold layers after the last one, which transformers ignores.
         predicts: these are modules of multi-token prediction, and `tensors` has their names.
+        activation_key: field of their configuration that names the activation.
+        activations: activations of ours -> its names; an export has the first. Empty: that of `architecture` alone.
     """
 
     model_type: str
@@ -246,6 +252,8 @@ class HuggingFaceModel:
     expert_bias: str = ""
     further_layers: bool = False
     predicts: bool = False
+    activation_key: str = "hidden_act"
+    activations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def bias_names(self, model: ModelConfig) -> dict[int, str]:
         """Return the names of their routers' biases by number of the layer."""
@@ -293,16 +301,19 @@ class HuggingFaceModel:
 
     def differences(self, model: ModelConfig) -> list[str]:
         """Return the fields of `model` that this family cannot have."""
-        same = ARCHITECTURES[model.architecture] == ARCHITECTURES[self.architecture]
-        found = [] if same else ["architecture"]
-        free = {*self.options, *OF_TRAINING, "untie_embeddings"}.union(*(each.expressed for each in self.conversions))
+        own, traits = ARCHITECTURES[self.architecture], model.traits
+        found = [] if traits._replace(activation=own.activation) == own else ["architecture"]
+        if traits.activation not in (self.activations or {own.activation}):
+            found.append("activation")
+        free = {*self.options, *OF_TRAINING, "untie_embeddings", "activation"}.union(
+            *(each.expressed for each in self.conversions)
+        )
         model = canonical(model)
         if "num_experts" in free and not model.num_experts:
             found.append("num_experts")
-        for field in fields(ModelConfig):
-            value = getattr(model, field.name)
-            if field.name not in free and value != self.needed.get(field.name, field.default):
-                found.append(field.name)
+        for each in fields(ModelConfig):
+            if each.name not in free and getattr(model, each.name) != self.needed.get(each.name, each.default):
+                found.append(each.name)
         if not set(attention_kinds(model)) <= set(self.kinds):
             found = list(dict.fromkeys([*found, "layer_pattern"]))
         return found
@@ -314,9 +325,16 @@ class HuggingFaceModel:
         values = {theirs: getattr(model, RESOLVED.get(ours, ours)) for ours, theirs in self.options.items()}
         values |= {"tie_word_embeddings": not model.untie_embeddings}
         values |= {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}  # theirs may exceed our vocabulary
+        if self.activations:
+            values[self.activation_key] = self.activations[model.traits.activation][0]
+        return AutoConfig.for_model(self.model_type, **values | self.converted(model))
+
+    def converted(self, model: ModelConfig) -> Options:
+        """Return the options that have another form there. ValueError if these cannot have a value of `model`."""
+        found: Options = {}
         for conversion in self.conversions:
-            values |= conversion.to_theirs(model)
-        return AutoConfig.for_model(self.model_type, **values)
+            found |= conversion.to_theirs(model)
+        return found
 
     def from_config(self, config: PreTrainedConfig) -> Options:
         """Return the fields of ModelConfig. ValueError if their configuration asks for another computation."""
@@ -325,12 +343,25 @@ class HuggingFaceModel:
                 can = " or ".join(map(str, values))
                 raise ValueError(f"config.json has {key} {found}; this version computes {can} only")
         ours = {ours: getattr(config, theirs) for ours, theirs in self.options.items()}
-        ours = {name: float(v) if isinstance(getattr(ModelConfig, name), float) else v for name, v in ours.items()}
+        ours = {
+            name: float(v) if v is not None and isinstance(getattr(ModelConfig, name), float) else v
+            for name, v in ours.items()
+        }
         ours |= {"architecture": self.architecture, "untie_embeddings": not config.tie_word_embeddings} | self.needed
         if not ARCHITECTURES[self.architecture].learned_positions:
             ours["max_position_embeddings"] = ours["seq_length"]  # --seq-length does not change it
+        if self.activations:
+            ours["activation"] = self._activation(getattr(config, self.activation_key))
         for conversion in self.conversions:
             ours |= conversion.to_ours(config)
         if null := [theirs for name, theirs in self.options.items() if ours[name] is None]:
             raise ValueError(f"config.json has {null[0]} null, for which {self.model_class} has no value; give one")
         return ours
+
+    def _activation(self, named: str) -> str:
+        """Return --activation for a name of theirs. ValueError if this version does not compute it."""
+        found = [ours for ours, names in self.activations.items() if named in names]
+        if not found:
+            can = ", ".join(name for names in self.activations.values() for name in names)
+            raise ValueError(f"config.json has {self.activation_key} {named}; this version computes {can} only")
+        return "auto" if found[0] == ARCHITECTURES[self.architecture].activation else found[0]

@@ -26,6 +26,9 @@ SCALINGS = {  # by rope_type
     "llama3": Scaling(FACTOR | LENGTH, {"low_freq_factor": LOW_FREQUENCY, "high_freq_factor": HIGH_FREQUENCY}),
     "yarn": Scaling(FACTOR | LENGTH | YARN, {"beta_slow": SLOW}),
 }
+# Keys of yarn for which transformers takes null, and 0, as missing. A null factor is a ratio of lengths, and a null
+# truncate is false; any other null stops transformers.
+NULL_IS_MISSING = (*GROWTH, "beta_fast", "beta_slow")
 
 
 def rope_parameters(model: ModelConfig, partial: bool = False, by_kind: bool = False) -> Options:
@@ -43,21 +46,30 @@ def rope_parameters(model: ModelConfig, partial: bool = False, by_kind: bool = F
     if not by_kind:
         return every
     local = part | {"rope_type": "default", "rope_theta": model.local_rotary_base}
-    return {"full_attention": every, "sliding_attention": local if model.local_rotary_base else dict(every)}
+    rounds = {} if every.get("truncate", True) else {"truncate": False}
+    return {"full_attention": every, "sliding_attention": local if model.local_rotary_base else dict(every)} | rounds
 
 
-def rotary_options(given: Mapping[str, Any], partial: bool = False) -> Options:
+def rotary_options(given: Mapping[str, Any], partial: bool = False, longest: int = 0) -> Options:
     """Return the fields of ModelConfig for rope_parameters, those of all layers or those by kind.
 
     Args:
         partial: whether their class can rotate a part of each head.
+        longest: max_position_embeddings.
 
     Raises:
         ValueError: they ask for another computation than ours. It names the key and its value.
     """
     if "full_attention" not in given:
-        return _options(given, partial)
-    found, local = _options(given["full_attention"], partial), _options(given["sliding_attention"], partial)
+        return _options(given, partial, longest)
+    kinds, truncate = [given["full_attention"], given["sliding_attention"]], bool(given.get("truncate", True))
+    if truncate and any(not each.get("truncate", True) for each in kinds):
+        raise ValueError(
+            "config.json has truncate false in rope_parameters of a kind of layers; transformers reads it outside of "
+            "the kinds alone, and computes true"
+        )
+    kinds = [each | {"truncate": truncate} if each["rope_type"] == "yarn" else each for each in kinds]
+    found, local = (_options(each, partial, longest) for each in kinds)
     if local == found:
         return found
     base, percent = local["rotary_base"], found["rotary_percent"]
@@ -69,16 +81,25 @@ def rotary_options(given: Mapping[str, Any], partial: bool = False) -> Options:
     return found | {"local_rotary_base": base}
 
 
-def _options(given: Mapping[str, Any], partial: bool) -> Options:
-    rope = {key: value for key, value in given.items() if value is not None and key != "type"}
+def _options(given: Mapping[str, Any], partial: bool, longest: int) -> Options:
+    rope = {key: value for key, value in given.items() if key != "type"}
     kind = rope.pop("rope_type")
     if kind not in SCALINGS:
         raise ValueError(f"config.json has rope_type {kind}; this version computes {', '.join(SCALINGS)} only")
+    options, fixed = SCALINGS[kind]
+    if kind == "yarn":
+        rope |= {"truncate": bool(rope.get("truncate", True))}
+        rope = {key: value for key, value in rope.items() if value or key not in NULL_IS_MISSING}
+        if rope.get("factor", 1) is None and rope.get("original_max_position_embeddings"):
+            rope["factor"] = longest / rope["original_max_position_embeddings"]
+    needed = {"rope_theta", "partial_rotary_factor", *options, *fixed}
+    if null := [key for key, value in rope.items() if value is None and key in needed]:
+        raise ValueError(f"config.json has {null[0]} null in rope_parameters, for which transformers has no value")
+    rope = {key: value for key, value in rope.items() if value is not None}
     base, percent = float(rope.pop("rope_theta")), float(rope.pop("partial_rotary_factor", 1.0))
     if percent != 1 and not partial:
         raise ValueError(f"config.json has partial_rotary_factor {percent:g}; this architecture rotates whole heads")
     found = {"rotary_base": base, "rotary_percent": percent}
-    options, fixed = SCALINGS[kind]
     scaling: Options = {ours: rope.pop(theirs) for theirs, ours in options.items() if theirs in rope}
     factor = scaling["rope_scaling_factor"] = float(scaling.get("rope_scaling_factor", 1.0))
     if not factor >= 1:
@@ -101,7 +122,7 @@ def _rotary(*further: str) -> Conversion:
     return Conversion(
         ("rotary_base", "rope_scaling_factor", "rope_scaling_type", "rope_trained_length", *YARN.values(), *further),
         lambda model: {"rope_parameters": rope_parameters(model, partial, by_kind)},
-        lambda config: rotary_options(config.rope_parameters, partial),
+        lambda config: rotary_options(config.rope_parameters, partial, config.max_position_embeddings),
     )
 
 

@@ -82,10 +82,28 @@ NO_ROPE_LAYERS = Conversion(("layer_pattern",), _no_rope_layers, _from_no_rope_l
 # -- Heads and scores
 
 
+def usual_head_dim(config: PreTrainedConfig) -> int:
+    return int(config.hidden_size // config.num_attention_heads)
+
+
 def _head_dim(config: PreTrainedConfig) -> Options:
-    usual = config.hidden_size // config.num_attention_heads
+    usual = usual_head_dim(config)
     found = getattr(config, "head_dim", None) or usual
     return {"kv_channels": 0 if found == usual else found}
+
+
+def _other_head_dim(model: ModelConfig) -> Options:
+    return {"head_dim": model.head_dim} if model.head_dim * model.num_attention_heads != model.hidden_size else {}
+
+
+def _require_usual_head_dim(config: PreTrainedConfig) -> Options:
+    usual = usual_head_dim(config)
+    if config.head_dim != usual:
+        raise ValueError(
+            f"config.json has head_dim {config.head_dim}; transformers' model has heads of hidden_size / "
+            f"num_attention_heads = {usual} alone"
+        )
+    return {}
 
 
 def _from_latent_heads(config: PreTrainedConfig) -> Options:
@@ -119,7 +137,7 @@ def _from_gemma_scores(config: PreTrainedConfig) -> Options:
 
 
 def _from_attention_multiplier(config: PreTrainedConfig) -> Options:
-    head_dim = config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or usual_head_dim(config)
     usual = config.attention_multiplier == head_dim**-0.5
     return {"attention_scale": 0.0 if usual else float(config.attention_multiplier)}
 
@@ -128,6 +146,9 @@ LATENT_HEADS = Conversion(  # theirs have None for the width of a latent of quer
     ("q_lora_rank",), lambda model: {"q_lora_rank": model.q_lora_rank or None}, _from_latent_heads
 )
 HEAD_DIM = Conversion(("kv_channels",), lambda model: {"head_dim": model.head_dim}, _head_dim)
+USUAL_HEAD_DIM = Conversion((), lambda model: {"head_dim": model.head_dim}, _require_usual_head_dim)
+# Of classes that have no such key, while their models read it.
+OTHER_HEAD_DIM = HEAD_DIM._replace(to_theirs=_other_head_dim)
 GEMMA_SCORES = Conversion(("attention_scale", "final_softcap"), _gemma_scores, _from_gemma_scores)
 GEMMA2_SOFTCAP = Conversion(
     ("attention_softcap",),
@@ -269,11 +290,7 @@ def _trained_length(model: ModelConfig) -> int:
     return model.max_positions if model.rope_scaling_factor == 1 else model.rope_trained_length
 
 
-GPT = Conversion(
-    (),
-    lambda model: {"activation_function": "gelu_new"},
-    lambda config: {"ffn_hidden_size": config.n_inner or 4 * config.n_embd},
-)
+GPT = Conversion((), lambda model: {}, lambda config: {"ffn_hidden_size": config.n_inner or 4 * config.n_embd})
 ROTARY_DIM = Conversion(("rotary_percent",), lambda model: {"rotary_dim": model.rotary_dim}, _from_rotary_dim)
 PHI3 = Conversion(
     (),

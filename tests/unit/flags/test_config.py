@@ -682,12 +682,6 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         ]
     ),
     ({**EXPERTS, "moe_router_topk": 5}, 1, 9, "--moe-router-topk 5 is more than --num-experts 4; use at most 4"),
-    (
-        {**EXPERTS, "moe_router_topk": 1},
-        1,
-        9,
-        "--moe-router-topk 1 without --moe-router-pre-softmax: .* would not learn",
-    ),
     *(
         (
             {**EXPERTS, "moe_layer_freq": pattern},

@@ -44,7 +44,6 @@ CASES = [
     ("--architecture llama --num-query-groups 4 --tensor-model-parallel-size 5", 0,
      "use a --tensor-model-parallel-size of *, or", "tensor-model-parallel-size"),
     ("--architecture llama --num-experts 6 --moe-router-topk 7", 1, "use at most *", "moe-router-topk"),
-    ("--architecture llama --num-experts 6 --moe-router-topk 1", 1, "or use *", "moe-router-topk"),
     ("--architecture llama --num-experts 6 --moe-layer-freq DDDDDDDDDDDDE", 1, "use *", "moe-layer-freq"),
     ("--architecture llama --num-experts 6 --moe-ffn-hidden-size 20 --tensor-model-parallel-size 3", 0,
      "use a --tensor-model-parallel-size of *, or", "tensor-model-parallel-size"),

@@ -116,6 +116,28 @@ def test_the_command_line_does_not(tmp_path: Path) -> None:
         assert str(refused.value).startswith(refusal), (line, refused.value)
 
 
+LAYOUT = "pipeline-model-parallel-size = 2\ntensor-model-parallel-size = 2\nzero-stage = 2\nlr = 0.5\n"
+EVALUATION = "--eval-only --load a"
+
+
+def test_an_evaluation_has_no_layout_of_a_preset_that_its_ranks_do_not_fit(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text(LAYOUT)
+    both = {"pipeline-model-parallel-size", "tensor-model-parallel-size"}
+    for line, ranks, kept in (
+        (EVALUATION, 1, {}),
+        (EVALUATION, 2, {}),
+        (EVALUATION, 4, dict.fromkeys(both, 2)),
+        (EVALUATION + " --pipeline-model-parallel-size 2", 2, {"pipeline-model-parallel-size": 2}),
+        (EVALUATION + " --pipeline-model-parallel-size 2", 3, dict.fromkeys(both, 2)),  # refused, as without a preset
+        ("--load a", 1, dict.fromkeys(both, 2)),
+    ):
+        found = read(["--preset", str(tmp_path / "p.toml"), *line.split()], lambda count=ranks: count)
+        assert {name: value for name in both if (value := value_of(found.config, name)) > 1} == kept, (line, ranks)
+        dropped = found.config.zero.zero_stage != 2
+        assert dropped == (kept != dict.fromkeys(both, 2)) == bool(found.notes) and found.config.optimizer.lr == 0.5
+        assert not dropped or f"--eval-only on {ranks} rank" in found.notes[0]
+
+
 def test_the_record_of_a_run_makes_the_same_run_again(tmp_path: Path) -> None:
     """config.toml has the values with which the run trained."""
     first = command(tmp_path, SAVING, "--train-iters 3 --lr 1e-5")

@@ -58,6 +58,7 @@ SHAPES = {
     "qwen3-8b": (64, 36, 4096, 32, 1, 16, 1024),
     "llama-3.2-1b": (8, 16, 2048, 32, 1, 64, 512),
     "llama-3.1-8b": (64, 32, 4096, 32, 1, 8, 512),
+    "llama-3.1-70b": (512, 80, 8192, 64, 8, 32, 512),
     "llama-3.1-8b-128k": (64, 32, 4096, 32, 2, 4, 32),
     "llama-3.1-8b-1m": (512, 32, 4096, 32, 8, 1, 4),
     "smollm2-135m": (8, 30, 576, 9, 1, 64, 512),
@@ -110,6 +111,10 @@ FAMILIES: dict[str, tuple[str, int, int, int, int, int | None, dict[str, Any]]] 
     "llama-3.2-1b": ("llama", 8192, 8, 128256, 8192, 1_235_814_400, LLAMA_3 | {"rope_scaling_factor": 32}),
     "llama-3.1-8b": (
         *("llama", 14336, 8, 128256, 8192, 8_030_261_248),
+        LLAMA_3 | {"rope_scaling_factor": 8, "untie_embeddings": True},
+    ),
+    "llama-3.1-70b": (
+        *("llama", 28672, 8, 128256, 8192, 70_553_706_496),
         LLAMA_3 | {"rope_scaling_factor": 8, "untie_embeddings": True},
     ),
     "llama-3.1-8b-128k": (

@@ -163,7 +163,7 @@ def test_it_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert mode == "--plan" or f"--hf-config {file}" in text
     pretrain_gpt.main(["--hf-config", str(file), "--rehearse", "4:1", "--zero-stage", "3"])
     assert "rank 1" in capsys.readouterr().out
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts": 8}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"bits": 4}}))
     with pytest.raises(SystemExit):
         pretrain_gpt.main(["--hf-config", str(file), "--plan", *asked.split()])
-    assert "config.json has num_experts 8" in capsys.readouterr().err
+    assert "config.json has quantization_config" in capsys.readouterr().err

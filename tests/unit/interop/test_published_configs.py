@@ -138,9 +138,11 @@ def test_published_files_are_the_models_of_transformers(tmp_path: Path) -> None:
         error = (logits_of_ours(engine, ids) - wanted).abs().max() / wanted.abs().max()
         if not error < model_tolerance(engine.config.model, torch.float32):
             faults.append((name, float(error)))
-        exported = family_of(engine.config.model).to_config(engine.config.model, None)
+        family = family_of(engine.config.model, as_theirs(keys)["model_type"])
+        exported = family.to_config(engine.config.model, None)
+        assert exported.model_type == as_theirs(keys)["model_type"], name
         assert exported.max_position_embeddings == LONGEST, name
-        (shard,) = plan_shards(engine.config.model, torch.float32, 1 << 30)
+        (shard,) = plan_shards(family, engine.config.model, torch.float32, 1 << 30)
         saved = {key: value.shape for key, value in load_file(folder / "model.safetensors").items()}
         assert {key: shape for key, _, shape in shard.announced} == saved, name
     assert not faults

@@ -107,6 +107,29 @@ def test_padding_is_named(batch: int, world: int, said: str) -> None:
     assert said in words and ("padding" in said) == ("padding" in words)
 
 
+LION = "--optimizer lion: no loss depends on the biases of keys that are not rotated"
+ONE_EXPERT = "--moe-router-topk 1 without --moe-router-pre-softmax: the weight of a token's only expert is always 1"
+
+
+@for_each(
+    ("flags", "said"),
+    [
+        ("--optimizer lion", LION),
+        ("--optimizer lion --architecture gpt-neox", LION),
+        ("--optimizer lion --architecture llama --add-qkv-bias --layer-pattern GN", LION),
+        ("--optimizer lion --architecture llama --add-qkv-bias", ""),
+        ("--optimizer lion --architecture gptj", ""),
+        ("--optimizer adamw", ""),
+        ("--architecture mixtral --num-experts 4 --moe-router-topk 1", ONE_EXPERT),
+        ("--architecture mixtral --num-experts 4 --moe-router-topk 1 --eval-only --load runs/a", ""),
+        ("--architecture olmoe --num-experts 4 --moe-router-topk 1", ""),
+    ],
+)
+def test_gradients_that_are_rounding_are_a_warning(flags: str, said: str) -> None:
+    text = " ".join(" ".join(shown(f"--num-layers 2 --hidden-size 24 --num-attention-heads 3 {flags}", 1)).split())
+    assert said in text and ("warning" in text) == bool(said)
+
+
 def test_the_plan_says_how_many_epochs() -> None:
     """1.23 M tokens, of a training split of `known` tokens."""
     for corpus, said in (
