@@ -25,7 +25,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megazero.checkpoint.locking import PARTIAL, check_owner, owned
-from megazero.checkpoint.manifest import RESTORE, Damaged, missing_part, read_manifest, unchecked_state
+from megazero.checkpoint.manifest import MANIFEST, RESTORE, Damaged, missing_part, read_manifest, unchecked_state
+from megazero.checkpoint.others import other_system, refuse_other
 from megazero.files import read_regular, replacing, sync_folder
 from megazero.log import log
 from megazero.world import this_generation
@@ -63,11 +64,13 @@ def find_copy(load: Path, passing_over: Mapping[str, str] | None = None, exact: 
     Raises:
         Damaged: `load` names a folder `iter_NNNNNNN` that is missing or not whole. Or a root has checkpoints and none
             is whole: starting fresh there would lose them.
+        ValueError: another system saved there; or `load` is a checkpoint by another name.
     """
     load, known = Path(load), passing_over or {}
     if _NAME.fullmatch(load.name):
         fault = known.get(load.name) or _fault(load)
         if fault:
+            refuse_other("--load", load)
             raise Damaged(f"--load {load} is not a whole checkpoint: {fault}; name another, or its parent folder")
         return load
     while True:
@@ -97,9 +100,12 @@ def _pointer(root: Path) -> str | None:
 
 def _find_under(load: Path, known: Mapping[str, str], exact: bool, faults: list[str]) -> Path | None:
     """Find a checkpoint under a root as it is now, and list the faults of those that are passed over."""
+    folders, named = checkpoints(load), None
+    if not _ours(folders):
+        refuse_other("--load", load)
+        _refuse_other_name(load)
     if load.is_file():
         raise ValueError(f"--load {load} is a file; name a folder of checkpoints, or one of its iter_NNNNNNN")
-    folders, named = checkpoints(load), None
     try:
         named = _read_latest(load)
     except Damaged as error:
@@ -127,7 +133,55 @@ def _find_under(load: Path, known: Mapping[str, str], exact: bool, faults: list[
         raise Damaged(
             f"--load {load}: its file `latest` names {named}, which is gone; restore it, or delete the file{rest}"
         )
+    if faults:
+        raise Damaged(f"--load {load} has no checkpoint, and {faults[0]}; name another folder, or delete the file")
     return None
+
+
+def _ours(folders: list[Path]) -> bool:
+    """Return whether any of the `checkpoints` of a root is one of ours, damaged or not."""
+    return any((folder / MANIFEST).exists() for folder in folders)
+
+
+def _refuse_other_name(load: Path) -> None:
+    """Refuse a checkpoint in a folder of another name: a run would take it for a root, and save into it."""
+    number = unchecked_state(load).get("iteration") if (load / MANIFEST).is_file() else None
+    if isinstance(number, int):
+        name = folder_name(number)
+        raise ValueError(
+            f"--load {load} is a checkpoint of iteration {number}, and its folder has another name; name it {name}, in "
+            f"a folder of its own: mkdir DIR; mv {load} DIR/{name}"
+        )
+
+
+def refuse_to_mix(flag: str, root: Path) -> None:
+    """Refuse to save among files of another system. Where our checkpoints are too, only equal names are refused.
+
+    Raises:
+        ValueError: they are there; or `latest` is another system's, or `root` is a checkpoint.
+    """
+    folders = checkpoints(root)
+    theirs = [folder for folder in folders if not (folder / MANIFEST).exists()]
+    for folder in theirs if _ours(folders) else [root, *theirs]:
+        if (other := other_system(folder)) is not None:
+            place = os.path.relpath(folder / other.path, root)
+            raise ValueError(
+                f"{flag} {root} has {other.kind.name} ({place}), and no run saves among the files of another system; "
+                "name another folder"
+            )
+    try:
+        if not _ours(folders):
+            _read_latest(root)
+    except Damaged as error:
+        raise ValueError(f"{flag} {root}: {error}; a save would replace this file: name another folder") from None
+
+
+def names_checkpoint(root: Path) -> bool:
+    """Return whether `root` has a checkpoint of ours, or a file `latest` that names one."""
+    try:
+        return _ours(checkpoints(root)) or _read_latest(root) is not None
+    except ValueError:
+        return False
 
 
 def _branch(folders: list[Path], named: str | None) -> list[Path]:
@@ -178,7 +232,10 @@ def prune(root: Path, keep_last: int, keep_every: int = 0, run: str = "") -> Non
         raise ValueError(f"--keep-last {keep_last} is negative; 0 keeps every checkpoint")
     if keep_last == 0:
         return
-    named = _read_latest(root)
+    try:
+        named = _read_latest(root)
+    except ValueError:  # a save has reported it
+        return
     states = {
         folder: unchecked_state(folder) for folder in checkpoints(root) if folder.name == named or not _fault(folder)
     }
@@ -259,9 +316,7 @@ def commit(root: Path, iteration: int) -> Path:
     try:
         partial.rename(final)
         sync_folder(root)
-        with replacing(root / LATEST) as file:
-            file.write(f"{final.name}\n".encode())
-            check_owner(root)
+        _point(root, final.name)
     except BaseException:
         if final.exists() and os.path.samestat(final.stat(), ours):
             check_owner(root)
@@ -273,6 +328,20 @@ def commit(root: Path, iteration: int) -> Path:
         raise
     _delete(aside)
     return final
+
+
+def _point(root: Path, name: str) -> None:
+    """Let `latest` name a checkpoint. What is no file there stays, with a warning: a load then takes the newest."""
+    latest = root / LATEST
+    if latest.is_symlink():
+        check_owner(root)
+        latest.unlink()
+    elif latest.exists() and not latest.is_file():
+        log.warning("%s is no file, and does not name %s, which is saved; delete or move it", latest, name)
+        return
+    with replacing(latest) as file:
+        file.write(f"{name}\n".encode())
+        check_owner(root)
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -290,8 +359,19 @@ def iteration_of(folder: Path) -> int:
 
 
 def _read_latest(root: Path) -> str | None:
-    """Return the name in `latest`; None if there is no such file. Damaged if it holds anything else."""
+    """Return the name in `latest`, or of the folder to which it is a link; None if there is no such file.
+
+    Raises:
+        Damaged: it holds anything else.
+        ValueError: it is a link to a folder elsewhere.
+    """
     path = root / LATEST
+    if path.is_symlink() and not path.is_file():
+        target = root / os.readlink(path)
+        if _NAME.fullmatch(target.name) and target.parent.resolve() == root.resolve():
+            return target.name
+        if path.is_dir():
+            raise ValueError(f"--load {root}: `latest` is a link to {target}; --load that folder, or delete the link")
     try:
         text = read_regular(path, MAX_LATEST_BYTES).decode()
     except (FileNotFoundError, NotADirectoryError):
@@ -310,6 +390,8 @@ def _fault(folder: Path) -> str | None:
     try:
         return missing_part(folder, read_manifest(folder))
     except ValueError as error:
+        if not (folder / MANIFEST).exists() and (other := other_system(folder)) is not None:
+            return f"it is {other.kind.name}"
         return _brief(folder, str(error))
 
 
