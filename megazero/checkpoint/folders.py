@@ -232,10 +232,7 @@ def prune(root: Path, keep_last: int, keep_every: int = 0, run: str = "") -> Non
         raise ValueError(f"--keep-last {keep_last} is negative; 0 keeps every checkpoint")
     if keep_last == 0:
         return
-    try:
-        named = _read_latest(root)
-    except ValueError:  # a save has reported it
-        return
+    named = _read_latest(root)
     states = {
         folder: unchecked_state(folder) for folder in checkpoints(root) if folder.name == named or not _fault(folder)
     }

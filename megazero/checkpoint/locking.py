@@ -37,6 +37,10 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
+class Taken(ValueError):
+    """The --save folder was moved or deleted while a run trained, and another run saves there."""
+
+
 class SaveLock:
     """Held from construction to `release`, or to the end of the process.
 
@@ -62,6 +66,7 @@ class SaveLock:
             again = owner is not None and owner != mine and owner.run == mine.run
             if again:
                 _claim(root, mine)
+            self.root, self._mine = root, mine
             self._file = _take(root, until, replace=again)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, text.encode(), 0)
@@ -69,6 +74,40 @@ class SaveLock:
                 _claim(root, mine)
         except OSError as error:
             raise ValueError(f"--save {root}: {explain(error)}") from None
+
+    def keep(self) -> None:
+        """Take the lock again if the folder, or its lock file, was moved or deleted. Call it before each save.
+
+        Raises:
+            Taken: another run has begun there.
+            ValueError: as `check_owner`.
+        """
+        check_owner(self.root)
+        if self._is_held():
+            return
+        try:
+            owner = _owner(self.root)
+            if owner not in (None, self._mine) or (owner is None and any(self.root.glob("iter_*"))):
+                raise ValueError(f"it is of {owner.run if owner is not None else 'an earlier version'}")
+            again = SaveLock(self.root)
+        except ValueError as error:
+            raise Taken(f"--save {self.root} was moved or deleted, and another run saves there: {error}") from None
+        self.release()
+        self._file, self._mine = again._file, again._mine
+        log.warning(
+            "--save %s has lost the lock of this run, because the folder or its file %s was moved or deleted. It is "
+            "made again, and this run saves there; earlier checkpoints are where they were moved",
+            self.root,
+            LOCK,
+        )
+
+    def _is_held(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file), os.stat(self.root / LOCK))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # of a disk that does not respond; the save will say so
+            return True
 
     def release(self) -> None:
         os.close(self._file)

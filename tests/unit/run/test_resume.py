@@ -22,7 +22,7 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint.folders import PARTIAL
 from megazero.checkpoint.in_memory import run_folder
-from megazero.checkpoint.locking import SaveLock
+from megazero.checkpoint.locking import SaveLock, Taken
 from megazero.checkpoint.shards import LocalShard
 from megazero.data.corpora import parse_data_path
 from megazero.data.fingerprint import fingerprint
@@ -303,7 +303,8 @@ def test_a_latest_that_is_a_folder_loses_no_save(tmp_path: Path, caplog: pytest.
     save(tmp_path, 2)
     assert "latest is no file, and does not name iter_0000002, which is saved; delete or move it" in caplog.text
     assert find_checkpoint(config(load=tmp_path)) == tmp_path / "iter_0000002"
-    checkpoint.prune(tmp_path, 1, run="ours")  # it cannot be known which are abandoned
+    with pytest.raises(checkpoint.Damaged):  # it cannot be known which are abandoned
+        checkpoint.prune(tmp_path, 1, run="ours")
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["iter_0000001", "iter_0000002"]
 
 
@@ -402,6 +403,47 @@ def test_a_forked_process_neither_holds_nor_drops_the_lock(tmp_path: Path) -> No
     finally:
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
+
+
+def test_a_lock_notices_that_its_folder_is_not_its_own_any_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Moved, deleted, or without its lock file it is locked again, unless another run has begun there."""
+    root, away = tmp_path / "s", tmp_path / "away"
+    lock = SaveLock(root)
+    save(root, 1)
+    lock.keep()
+    assert not caplog.text
+    (root / ".lock").unlink()
+    lock.keep()  # the checkpoints are its own
+    root.rename(away)
+    lock.keep()
+    assert caplog.text.count(f"--save {root} has lost the lock of this run") == 2
+    reader, writer = os.pipe()
+
+    def hold() -> None:
+        for where in (root, tmp_path / "new"):
+            with suppress(ValueError):
+                SaveLock(where)
+                os.write(writer, where.name.encode())
+        signal.pause()
+
+    root.rename(tmp_path / "away again")
+    holder = forked(hold)
+    try:
+        assert os.read(reader, 1) == b"s"
+        with pytest.raises(Taken, match=rf"--save {root} .* another run .*process {holder} on"):
+            lock.keep()
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+    with pytest.raises(Taken, match="another run"):  # it has ended: its folder is not ours
+        lock.keep()
+    (root / ".owner").unlink()
+    save(root, 9)
+    with pytest.raises(Taken, match="another run"):  # of an earlier version
+        lock.keep()
+    lock.release()
 
 
 # -- a later generation, while the process of an earlier one is frozen
