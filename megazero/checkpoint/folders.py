@@ -27,7 +27,7 @@ from pathlib import Path
 from megazero.checkpoint.locking import PARTIAL, check_owner, owned
 from megazero.checkpoint.manifest import MANIFEST, RESTORE, Damaged, missing_part, read_manifest, unchecked_state
 from megazero.checkpoint.others import other_system, refuse_other
-from megazero.files import read_regular, replacing, sync_folder
+from megazero.files import CHECKPOINT_NAME, UNIQUE, read_regular, replacing, sync_folder
 from megazero.log import log
 from megazero.world import this_generation
 
@@ -35,7 +35,8 @@ LATEST = "latest"
 REPLACED = ".replaced"
 MAX_LATEST_BYTES = 256
 
-_NAME = re.compile(r"iter_(\d{7,})")
+_NAME = CHECKPOINT_NAME
+_LEFTOVER = re.compile(rf"\.iter_\d{{7,}}(\.\d+)?(\.old)?{re.escape(PARTIAL)}|\..+{re.escape(PARTIAL)}{UNIQUE}")
 _ASIDE = re.compile(r"\.(iter_\d{7,})\.replaced")
 
 
@@ -246,7 +247,7 @@ def prune(root: Path, keep_last: int, keep_every: int = 0, run: str = "") -> Non
             with _warning_about(folder):
                 if folder.is_symlink():
                     raise OSError("it is a link")
-                _delete(retire(folder, root))
+                delete(retire(folder, root))
 
 
 def retire(folder: Path, save: Path) -> Path:
@@ -264,15 +265,20 @@ def retire(folder: Path, save: Path) -> Path:
 
 def clear_leftovers(root: Path) -> None:
     """Delete the leftovers of saves that crashed. Call it in one process, while no save into `root` runs."""
-    for leftover in (*root.glob(f".iter_*{PARTIAL}"), *root.glob(f".*{PARTIAL}-*")):
-        _delete(leftover)
+    for leftover in leftovers(root):
+        delete(leftover)
     for folder in root.glob(f".iter_*{REPLACED}"):
         aside = _ASIDE.fullmatch(folder.name)
         if aside and (root / aside[1]).exists():
-            _delete(folder)
+            delete(folder)
 
 
-def _delete(path: Path) -> None:
+def leftovers(root: Path) -> list[Path]:
+    """Return the partial files and folders of saves or exports; those with other names are a user's."""
+    return [path for path in root.iterdir() if _LEFTOVER.fullmatch(path.name)] if root.is_dir() else []
+
+
+def delete(path: Path) -> None:
     """Delete a folder, a file or a link. A failure is a warning, because it should not end a run.
 
     ValueError if a later start saves there.
@@ -308,7 +314,7 @@ def commit(root: Path, iteration: int) -> Path:
     final, partial = root / folder_name(iteration), partial_folder(root, iteration)
     aside, ours = root / f".{final.name}{REPLACED}", partial.stat()
     check_owner(root)
-    if final.exists():
+    if os.path.lexists(final):
         final.rename(aside)
     try:
         partial.rename(final)
@@ -320,10 +326,10 @@ def commit(root: Path, iteration: int) -> Path:
             if _pointer(root) == final.name:
                 raise
             final.rename(partial)
-        if aside.exists() and not final.exists():
+        if os.path.lexists(aside) and not os.path.lexists(final):
             aside.rename(final)
         raise
-    _delete(aside)
+    delete(aside)
     return final
 
 

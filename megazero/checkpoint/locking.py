@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from megazero.files import explain, read_small, replacing
+from megazero.files import explain, open_to_write, read_small, replacing
 from megazero.log import log
 from megazero.typed_files import decode
 from megazero.world import Generation, this_generation
@@ -167,13 +167,13 @@ def _take(root: Path, until: float, replace: bool) -> int:
     """
     if replace:
         part = root / f"{LOCK}{PARTIAL}-{uuid.uuid4().hex[:12]}"
-        file = _open(part)
+        file = open_to_write(part)
         _lock(root, file)
         check_owner(root)
         os.replace(part, root / LOCK)
         return file
     while True:
-        file = _open(root / LOCK)
+        file = open_to_write(root / LOCK)
         if _lock(root, file) and os.path.samestat(os.fstat(file), os.stat(root / LOCK)):  # else it was replaced
             return file
         holder = os.pread(file, 500, 0).decode(errors="replace").strip() or "another process"
@@ -183,10 +183,6 @@ def _take(root: Path, until: float, replace: bool) -> int:
                 f"--save {root} is in use by {holder}; wait for that run to end, end it, or name another folder"
             )
         time.sleep(RETRY_SECONDS)
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
 def _lock(root: Path, file: int) -> bool:

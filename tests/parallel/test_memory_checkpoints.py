@@ -351,6 +351,10 @@ def test_copies_that_fail_leave_the_one_before(tmp_path: Path, monkeypatch: pyte
             broken.setattr(MemoryCheckpoints, stage, fail)
             assert save(iteration) == [2], stage
     assert save(8) == [8, 2] and save(9) == [9, 8]
+    (tmp_path / "theirs").mkdir()
+    for name in ("iter_0000005", "iter_0000010", "iter_0000012"):  # links of a user are deleted, not their targets
+        (memory.folder / name).symlink_to(tmp_path / ("theirs" if name != "iter_0000012" else "gone"))
+    assert save(10) == [10, 9] and save(12) == [12, 10] and save(13) == [13, 12] and (tmp_path / "theirs").is_dir()
 
 
 # -- which one
