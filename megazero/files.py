@@ -18,7 +18,7 @@ CALL_BYTES = 1 << 30
 MAX_SMALL_BYTES = 64 << 20
 CHECKPOINT_NAME = re.compile(r"iter_(\d{7,})")  # of the folder of one checkpoint
 UNIQUE = r"-[0-9a-f]{12}"  # end of a temporary name
-NO_FILE = "it is a folder, a FIFO, a device, or a link that is not followed; delete it, or name another file"
+NO_FILE = "it is a folder, a FIFO, a device, or a link that is not followed; name another file, or move it"
 
 
 def _fastest_crc32() -> Callable[..., int]:

@@ -86,8 +86,8 @@ def find_branch(config: Config, group: Any, passing_over: Mapping[str, str]) -> 
     source = Path(config.checkpoint.decay_from)
     try:
         path = checkpoint.find(source, group, passing_over=passing_over)
-    except Damaged as error:
-        raise Damaged(f"--decay-from{str(error).removeprefix('--load')}") from None
+    except ValueError as error:
+        raise type(error)(f"--decay-from{str(error).removeprefix('--load')}") from None
     assert path is not None  # it is no root
     state = RunState.read(path, group)
     check_same_model(path, state.typed_model(path), config.model)
