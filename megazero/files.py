@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import stat
+import tomllib
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
@@ -75,6 +76,15 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{os.fspath(path)} holds a JSON {type(found).__name__}, not an object")
     return found
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a small TOML file. OSError; ValueError naming the path for anything else."""
+    content = read_small(path)
+    try:
+        return tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:  # RecursionError: nested hundreds of levels deep
+        raise ValueError(f"{os.fspath(path)} is not a TOML file: {error}") from None
 
 
 def read_at(handle: int, count: int, at: int) -> bytes:

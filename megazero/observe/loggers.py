@@ -15,7 +15,7 @@ from megazero.flags.flag_names import flags, to_toml, value_of
 from megazero.log import log
 from megazero.observe.progress_line import InUse, ProgressLine, Record
 from megazero.observe.report.live import LiveReport
-from megazero.observe.report.runs import parse_record
+from megazero.observe.report.records import Metrics, checked, parse_record
 from megazero.observe.start_clock import Lost
 from megazero.optional import require_optional
 from megazero.world import first_start
@@ -173,14 +173,14 @@ def _divide(lines: list[str], last: float) -> tuple[list[str], Lost]:
     tail: list[tuple[str, Record]] = []
     until = 0.0
     while lines:
-        record = parse_record(lines[-1])
+        record = checked(parse_record(lines[-1]), Metrics, [])
         until = max(until, record.get("at", 0.0))
         if "step_seconds" in record and record["iteration"] <= last:
             break
         tail.append((lines.pop(), record))
     kept = [line for line, record in reversed(tail) if record.get("iteration", math.inf) <= last]
     lost = [record for _, record in tail if "step_seconds" in record]
-    seconds = sum(record["step_seconds"] + sum(record.get("pause_seconds", {}).values()) for record in lost)
+    seconds = sum((record["step_seconds"] or 0.0) + sum(record.get("pause_seconds", {}).values()) for record in lost)
     return lines + kept, Lost(len(lost), seconds, until)
 
 
