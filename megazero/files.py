@@ -271,7 +271,7 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             if re.fullmatch(re.escape(prefix) + UNIQUE, left.name):
                 shutil.rmtree(left, ignore_errors=True)
     part = target.with_name(f"{prefix}-{uuid.uuid4().hex[:12]}")
-    part.mkdir(parents=True)
+    make_folders(part)
     try:
         yield part
         for entry in sorted(part.rglob("*"), reverse=True):
@@ -292,6 +292,15 @@ def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
 def replace_file(path: str | os.PathLike[str], text: str) -> None:
     """Replace `path` by a file of this text, flushed to the disk."""
     write_atomically(path, text.encode("utf-8", "surrogateescape"))
+
+
+def make_folders(path: str | os.PathLike[str]) -> None:
+    """Make a folder and those above it that are missing, and flush their names to the disk."""
+    missing = [folder for folder in (Path(path), *Path(path).absolute().parents) if not folder.exists()]
+    Path(path).mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        with contextlib.suppress(PermissionError):  # a folder that this user cannot list
+            sync_folder(folder.absolute().parent)
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from megazero.files import explain, open_to_write, read_small, replacing
+from megazero.files import explain, make_folders, open_to_write, read_small, replacing
 from megazero.log import log
 from megazero.typed_files import decode
 from megazero.world import Generation, this_generation
@@ -60,7 +60,7 @@ class SaveLock:
         now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
         text = f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            make_folders(root)
             owner = _owner(root) if start is not None else None
             mine = start or Generation(text.strip(), 0)
             again = owner is not None and owner != mine and owner.run == mine.run
