@@ -61,7 +61,7 @@ class SaveLock:
         text = f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
         try:
             make_folders(root)
-            owner = _owner(root) if start is not None else None
+            owner = _owner(root, starts=True) if start is not None else None
             mine = start or Generation(text.strip(), 0)
             again = owner is not None and owner != mine and owner.run == mine.run
             if again:
@@ -141,10 +141,16 @@ def _lost(root: Path, owner: Generation) -> ValueError:
     )
 
 
-def _owner(root: Path) -> Generation | None:
-    """Return the start that saves into `root`; None if none has. ValueError if the file is damaged."""
+def _owner(root: Path, starts: bool = False) -> Generation | None:
+    """Return the start that saves into `root`; None if none has. ValueError if the file is damaged.
+
+    starts: this process begins: an empty file, or one of zeros, which a power cut leaves, names nobody.
+    """
     try:
-        return decode(read_small(root / OWNER), Generation, root / OWNER)
+        content = read_small(root / OWNER)
+        if starts and not content.strip(b"\0"):
+            return None
+        return decode(content, Generation, root / OWNER)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
@@ -155,7 +161,7 @@ def _claim(root: Path, start: Generation) -> None:
     """Make `start` the owner of `root`. ValueError if a later generation of its run is."""
     with replacing(root / OWNER) as file:
         file.write(msgspec.json.encode(start))
-        owner = _owner(root)
+        owner = _owner(root, starts=True)
         if owner is not None and owner.run == start.run and owner.number > start.number:
             raise _lost(root, owner)
 

@@ -36,7 +36,7 @@ from megazero.run.resume import check_data, find_checkpoint, takes_memory
 from megazero.run.run_state import Progress, RunState, is_hugging_face
 from megazero.run.stopping import stopped_words
 from megazero.run.trainer import Trainer
-from megazero.world import STARTED
+from megazero.world import STARTED, Generation
 from tests.helpers.table import for_each
 
 STATE = RunState(1, 8, 1, None, asdict(ModelConfig()), {}, {}, run="ours")
@@ -548,7 +548,7 @@ def test_a_frozen_process_of_an_earlier_generation_changes_nothing_later(
     assert number > 30
 
 
-@for_each("text", [b"", b"{}", b'["a", 0, 1]'])
+@for_each("text", [b"{}", b'["a", 0, 1]', b"\0x"])
 def test_a_damaged_owner_refuses_the_run_with_a_way_out(text: bytes, tmp_path: Path) -> None:
     owner = tmp_path / ".owner"
     owner.write_bytes(text)
@@ -556,6 +556,22 @@ def test_a_damaged_owner_refuses_the_run_with_a_way_out(text: bytes, tmp_path: P
         SaveLock(tmp_path)
     owner.unlink()
     SaveLock(tmp_path).release()
+
+
+@for_each("generation", [None, 3])
+@for_each("text", [b"", b"\0" * 40])
+def test_an_owner_that_a_power_cut_emptied_names_nobody(
+    text: bytes, generation: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start takes the folder. A process that is running refuses, because it cannot know who saves there."""
+    if generation is not None:
+        monkeypatch.setattr("megazero.checkpoint.locking.this_generation", lambda: Generation("run", generation))
+    (tmp_path / ".owner").write_bytes(text)
+    SaveLock(tmp_path).release()
+    assert (tmp_path / ".owner").read_bytes().strip(b"\0")
+    (tmp_path / ".owner").write_bytes(text)
+    with nullcontext() if generation is None else pytest.raises(ValueError, match="if no other run saves there"):
+        checkpoint.folders.check_owner(tmp_path)
 
 
 def test_who_saves_after_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
