@@ -36,7 +36,8 @@ REPLACED = ".replaced"
 MAX_LATEST_BYTES = 256
 
 _NAME = CHECKPOINT_NAME
-_LEFTOVER = re.compile(rf"\.iter_\d{{7,}}(\.\d+)?(\.old)?{re.escape(PARTIAL)}|\..+{re.escape(PARTIAL)}{UNIQUE}")
+# Of a save or a retired folder, or of a file or an export; `..iter_N.partial.partial` is of an earlier version.
+_LEFTOVER = re.compile(rf"\.\.?iter_\d{{7,}}(\.\d+)?(\.old)?(\.partial){{1,2}}|\..+\.partial{UNIQUE}")
 _ASIDE = re.compile(r"\.(iter_\d{7,})\.replaced")
 
 

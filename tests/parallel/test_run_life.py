@@ -85,7 +85,7 @@ class Told(Clock):
         super().__init__(0.0, 0.0, lambda: None)
         self.due, self.calls = due, 0
 
-    def wish(self, now: float) -> Wish:
+    def wish(self, now: float, set_time: float | None = None) -> Wish:
         self.calls += 1
         return Wish.SAVE if self.calls in self.due else Wish.CONTINUE
 
