@@ -46,12 +46,22 @@ class WorkFolder:
         try:
             self._read(prefix)
         except BaseException:
-            self.close()
+            try:
+                with suppress(OSError):  # it is not empty
+                    self.path.rmdir()
+            finally:
+                self.close()
             raise
 
     def _read(self, prefix: str) -> None:
         if not (self.path / JOURNAL).exists():
+            if not all(entry.name.startswith(f".{JOURNAL}.partial-") for entry in self.path.iterdir()):
+                raise ValueError(
+                    f"--output-prefix {prefix}: {self.path} has files, and is not the work of an unfinished run; move "
+                    "it, or give another prefix"
+                )
             self.clear()
+            self._write(None)
             return
         way_out = f"give the flags of that run to resume it, or delete {self.path} to start again"
         try:
@@ -59,6 +69,10 @@ class WorkFolder:
             job, state = found["job"], found["state"]
         except (KeyError, ValueError) as error:
             raise ValueError(f"--output-prefix {prefix}: {self.path / JOURNAL} is damaged; {way_out}") from error
+        if state is None:  # killed before its first commit
+            self.clear()
+            self._write(None)
+            return
         known = job if isinstance(job, dict) else {}
         differs = [key for key in {**self.job, **known} if known.get(key) != self.job.get(key)]
         if differs:
@@ -70,8 +84,11 @@ class WorkFolder:
 
     def commit(self, state: Mapping[str, Any]) -> None:
         """Record `state`; all files must be on the disk up to it."""
-        write_atomically(self.path / JOURNAL, json.dumps({"job": self.job, "state": state}).encode())
+        self._write(state)
         self.state = dict(state)
+
+    def _write(self, state: Mapping[str, Any] | None) -> None:
+        write_atomically(self.path / JOURNAL, json.dumps({"job": self.job, "state": state}).encode())
 
     def clear(self) -> None:
         """Delete the contents of the folder, the journal last."""

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import device_gpu
 from benchmarks.device import cpu_name, device_of, measure, to_toml
+from megazero.files import replace_file
 from megazero.planner.time.devices import find_card, load_device
 
 
@@ -46,7 +47,7 @@ def main() -> None:
         of_gpu(options)
         return
     device = device_of(measure(options.ranks, options.rounds), options.ranks)
-    options.output.write_text(to_toml(device, f"{cpu_name()}, {options.ranks} ranks of one thread"))
+    replace_file(options.output, to_toml(device, f"{cpu_name()}, {options.ranks} ranks of one thread"))
     print(
         f"{options.output}: {device['compute.fp32'] / 1e9:.1f} GFLOP/s and {device['memory.bandwidth'] / 1e9:.1f} GB/s "
         f"of a rank, {device['node.bandwidth'] / 1e9:.2f} GB/s between {options.ranks} ranks"
@@ -60,7 +61,7 @@ def of_gpu(options: Options) -> None:
     if like is None:
         sys.exit(f"measure_device.py: no file of scripts/devices is of {card}; name a similar device with --like")
     device = device_gpu.measured(like, torch.device("cuda", 0))
-    options.output.write_text(to_toml(device, f"{card}, other constants as {like.name}"))
+    replace_file(options.output, to_toml(device, f"{card}, other constants as {like.name}"))
     print("| constant | measured | range | before |\n|---|---|---|---|")
     for name, constant in device.constants.items():
         if constant != like.constants.get(name):

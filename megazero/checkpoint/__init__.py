@@ -8,7 +8,7 @@ from megazero.checkpoint.background import BackgroundSaver, slow_group
 from megazero.checkpoint.folders import checkpoints, prune
 from megazero.checkpoint.in_memory import InMemory, MemoryCheckpoints
 from megazero.checkpoint.manifest import Damaged
-from megazero.checkpoint.shared_outcome import AgreedFailure, together
+from megazero.checkpoint.shared_outcome import AgreedFailure, from_rank, together
 
 __all__ = [
     "AgreedFailure",
@@ -18,6 +18,7 @@ __all__ = [
     "MemoryCheckpoints",
     "checkpoints",
     "find",
+    "from_rank",
     "load",
     "lock",
     "prune",

@@ -25,8 +25,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megazero.checkpoint.locking import PARTIAL, check_owner, owned
-from megazero.checkpoint.manifest import RESTORE, Damaged, missing_part, read_manifest, unchecked_state
-from megazero.files import read_regular, replacing, sync_folder
+from megazero.checkpoint.manifest import MANIFEST, RESTORE, Damaged, missing_part, read_manifest, unchecked_state
+from megazero.checkpoint.others import other_system, refuse_other
+from megazero.files import CHECKPOINT_NAME, UNIQUE, read_regular, replacing, sync_folder
 from megazero.log import log
 from megazero.world import this_generation
 
@@ -34,7 +35,9 @@ LATEST = "latest"
 REPLACED = ".replaced"
 MAX_LATEST_BYTES = 256
 
-_NAME = re.compile(r"iter_(\d{7,})")
+_NAME = CHECKPOINT_NAME
+# Of a save or a retired folder, or of a file or an export; `..iter_N.partial.partial` is of an earlier version.
+_LEFTOVER = re.compile(rf"\.\.?iter_\d{{7,}}(\.\d+)?(\.old)?(\.partial){{1,2}}|\..+\.partial{UNIQUE}")
 _ASIDE = re.compile(r"\.(iter_\d{7,})\.replaced")
 
 
@@ -63,11 +66,13 @@ def find_copy(load: Path, passing_over: Mapping[str, str] | None = None, exact: 
     Raises:
         Damaged: `load` names a folder `iter_NNNNNNN` that is missing or not whole. Or a root has checkpoints and none
             is whole: starting fresh there would lose them.
+        ValueError: another system saved there; or `load` is a checkpoint by another name.
     """
     load, known = Path(load), passing_over or {}
     if _NAME.fullmatch(load.name):
         fault = known.get(load.name) or _fault(load)
         if fault:
+            refuse_other("--load", load)
             raise Damaged(f"--load {load} is not a whole checkpoint: {fault}; name another, or its parent folder")
         return load
     while True:
@@ -97,9 +102,12 @@ def _pointer(root: Path) -> str | None:
 
 def _find_under(load: Path, known: Mapping[str, str], exact: bool, faults: list[str]) -> Path | None:
     """Find a checkpoint under a root as it is now, and list the faults of those that are passed over."""
+    folders, named = checkpoints(load), None
+    if not _ours(folders):
+        refuse_other("--load", load)
+        _refuse_other_name(load)
     if load.is_file():
         raise ValueError(f"--load {load} is a file; name a folder of checkpoints, or one of its iter_NNNNNNN")
-    folders, named = checkpoints(load), None
     try:
         named = _read_latest(load)
     except Damaged as error:
@@ -127,7 +135,55 @@ def _find_under(load: Path, known: Mapping[str, str], exact: bool, faults: list[
         raise Damaged(
             f"--load {load}: its file `latest` names {named}, which is gone; restore it, or delete the file{rest}"
         )
+    if faults:
+        raise Damaged(f"--load {load} has no checkpoint, and {faults[0]}; name another folder, or delete the file")
     return None
+
+
+def _ours(folders: list[Path]) -> bool:
+    """Return whether any of the `checkpoints` of a root is one of ours, damaged or not."""
+    return any((folder / MANIFEST).exists() for folder in folders)
+
+
+def _refuse_other_name(load: Path) -> None:
+    """Refuse a checkpoint in a folder of another name: a run would take it for a root, and save into it."""
+    number = unchecked_state(load).get("iteration") if (load / MANIFEST).is_file() else None
+    if isinstance(number, int):
+        name = folder_name(number)
+        raise ValueError(
+            f"--load {load} is a checkpoint of iteration {number}, and its folder has another name; name it {name}, in "
+            f"a folder of its own: mkdir DIR; mv {load} DIR/{name}"
+        )
+
+
+def refuse_to_mix(flag: str, root: Path) -> None:
+    """Refuse to save among files of another system. Where our checkpoints are too, only equal names are refused.
+
+    Raises:
+        ValueError: they are there; or `latest` is another system's, or `root` is a checkpoint.
+    """
+    folders = checkpoints(root)
+    theirs = [folder for folder in folders if not (folder / MANIFEST).exists()]
+    for folder in theirs if _ours(folders) else [root, *theirs]:
+        if (other := other_system(folder)) is not None:
+            place = os.path.relpath(folder / other.path, root)
+            raise ValueError(
+                f"{flag} {root} has {other.kind.name} ({place}), and no run saves among the files of another system; "
+                "name another folder"
+            )
+    try:
+        if not _ours(folders):
+            _read_latest(root)
+    except Damaged as error:
+        raise ValueError(f"{flag} {root}: {error}; a save would replace this file: name another folder") from None
+
+
+def names_checkpoint(root: Path) -> bool:
+    """Return whether `root` has a checkpoint of ours, or a file `latest` that names one."""
+    try:
+        return _ours(checkpoints(root)) or _read_latest(root) is not None
+    except ValueError:
+        return False
 
 
 def _branch(folders: list[Path], named: str | None) -> list[Path]:
@@ -192,7 +248,7 @@ def prune(root: Path, keep_last: int, keep_every: int = 0, run: str = "") -> Non
             with _warning_about(folder):
                 if folder.is_symlink():
                     raise OSError("it is a link")
-                _delete(retire(folder, root))
+                delete(retire(folder, root))
 
 
 def retire(folder: Path, save: Path) -> Path:
@@ -210,15 +266,20 @@ def retire(folder: Path, save: Path) -> Path:
 
 def clear_leftovers(root: Path) -> None:
     """Delete the leftovers of saves that crashed. Call it in one process, while no save into `root` runs."""
-    for leftover in (*root.glob(f".iter_*{PARTIAL}"), *root.glob(f".*{PARTIAL}-*")):
-        _delete(leftover)
+    for leftover in leftovers(root):
+        delete(leftover)
     for folder in root.glob(f".iter_*{REPLACED}"):
         aside = _ASIDE.fullmatch(folder.name)
         if aside and (root / aside[1]).exists():
-            _delete(folder)
+            delete(folder)
 
 
-def _delete(path: Path) -> None:
+def leftovers(root: Path) -> list[Path]:
+    """Return the partial files and folders of saves or exports; those with other names are a user's."""
+    return [path for path in root.iterdir() if _LEFTOVER.fullmatch(path.name)] if root.is_dir() else []
+
+
+def delete(path: Path) -> None:
     """Delete a folder, a file or a link. A failure is a warning, because it should not end a run.
 
     ValueError if a later start saves there.
@@ -254,25 +315,37 @@ def commit(root: Path, iteration: int) -> Path:
     final, partial = root / folder_name(iteration), partial_folder(root, iteration)
     aside, ours = root / f".{final.name}{REPLACED}", partial.stat()
     check_owner(root)
-    if final.exists():
+    if os.path.lexists(final):
         final.rename(aside)
     try:
         partial.rename(final)
         sync_folder(root)
-        with replacing(root / LATEST) as file:
-            file.write(f"{final.name}\n".encode())
-            check_owner(root)
+        _point(root, final.name)
     except BaseException:
         if final.exists() and os.path.samestat(final.stat(), ours):
             check_owner(root)
             if _pointer(root) == final.name:
                 raise
             final.rename(partial)
-        if aside.exists() and not final.exists():
+        if os.path.lexists(aside) and not os.path.lexists(final):
             aside.rename(final)
         raise
-    _delete(aside)
+    delete(aside)
     return final
+
+
+def _point(root: Path, name: str) -> None:
+    """Let `latest` name a checkpoint. What is no file there stays, with a warning: a load then takes the newest."""
+    latest = root / LATEST
+    if latest.is_symlink():
+        check_owner(root)
+        latest.unlink()
+    elif latest.exists() and not latest.is_file():
+        log.warning("%s is no file, and does not name %s, which is saved; delete or move it", latest, name)
+        return
+    with replacing(latest) as file:
+        file.write(f"{name}\n".encode())
+        check_owner(root)
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -290,8 +363,19 @@ def iteration_of(folder: Path) -> int:
 
 
 def _read_latest(root: Path) -> str | None:
-    """Return the name in `latest`; None if there is no such file. Damaged if it holds anything else."""
+    """Return the name in `latest`, or of the folder to which it is a link; None if there is no such file.
+
+    Raises:
+        Damaged: it holds anything else.
+        ValueError: it is a link to a folder elsewhere.
+    """
     path = root / LATEST
+    if path.is_symlink() and not path.is_file():
+        target = root / os.readlink(path)
+        if _NAME.fullmatch(target.name) and target.parent.resolve() == root.resolve():
+            return target.name
+        if path.is_dir():
+            raise ValueError(f"--load {root}: `latest` is a link to {target}; --load that folder, or delete the link")
     try:
         text = read_regular(path, MAX_LATEST_BYTES).decode()
     except (FileNotFoundError, NotADirectoryError):
@@ -310,6 +394,8 @@ def _fault(folder: Path) -> str | None:
     try:
         return missing_part(folder, read_manifest(folder))
     except ValueError as error:
+        if not (folder / MANIFEST).exists() and (other := other_system(folder)) is not None:
+            return f"it is {other.kind.name}"
         return _brief(folder, str(error))
 
 

@@ -30,7 +30,7 @@ import torch
 
 from megazero.checkpoint.api import check
 from megazero.checkpoint.chunk_files import Asked, Wanted, chunk_bytes, copy_chunks, file_pieces, write_pieces
-from megazero.checkpoint.folders import checkpoints, folder_name, iteration_of, next_save_number, save_number
+from megazero.checkpoint.folders import checkpoints, delete, folder_name, iteration_of, next_save_number, save_number
 from megazero.checkpoint.locking import check_owner
 from megazero.checkpoint.manifest import (
     MANIFEST,
@@ -224,7 +224,7 @@ class MemoryCheckpoints:
         if self.nodes.leads:
             for path in checkpoints(self.folder):
                 if path.name != folder_name(self.newest or 0):
-                    shutil.rmtree(path)
+                    delete(path)
             if job.rank:  # rank 0 makes its folder when it has planned
                 job.make_folder()
         return job.plan()
@@ -251,7 +251,10 @@ class MemoryCheckpoints:
 
     def _publish(self, job: Save) -> None:
         if self.nodes.leads:
-            job.folder.rename(self.folder / folder_name(job.iteration))
+            named = self.folder / folder_name(job.iteration)
+            if named.is_symlink() or named.is_file():  # of a user: it would be in the way for good
+                delete(named)
+            job.folder.rename(named)
 
     def settle(self, found: InMemory | None) -> None:
         """Delete all checkpoints but the one that was loaded; if there is none, also those of nodes that are absent."""
@@ -262,7 +265,7 @@ class MemoryCheckpoints:
             for path in checkpoints(self.folder):
                 held = self._held(path)
                 if not (found and held and (held.iteration, held.digest) == (found.iteration, found.digest)):
-                    shutil.rmtree(path, ignore_errors=True)
+                    delete(path)
 
     def remove(self) -> None:
         """Delete the folder of this node."""

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from megazero.files import explain, read_small, replacing
+from megazero.files import explain, make_folders, open_to_write, read_small, replacing
 from megazero.log import log
 from megazero.typed_files import decode
 from megazero.world import Generation, this_generation
@@ -35,6 +35,10 @@ PARTIAL = ".partial"
 RETRY_SECONDS = 0.5
 _HELD = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class Taken(ValueError):
+    """The --save folder was moved or deleted while a run trained, and another run saves there."""
 
 
 class SaveLock:
@@ -56,12 +60,13 @@ class SaveLock:
         now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
         text = f"process {os.getpid()} on {socket.gethostname()}, since {now}\n"
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            owner = _owner(root) if start is not None else None
+            make_folders(root)
+            owner = _owner(root, starts=True) if start is not None else None
             mine = start or Generation(text.strip(), 0)
             again = owner is not None and owner != mine and owner.run == mine.run
             if again:
                 _claim(root, mine)
+            self.root, self._mine = root, mine
             self._file = _take(root, until, replace=again)
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, text.encode(), 0)
@@ -69,6 +74,40 @@ class SaveLock:
                 _claim(root, mine)
         except OSError as error:
             raise ValueError(f"--save {root}: {explain(error)}") from None
+
+    def keep(self) -> None:
+        """Take the lock again if the folder, or its lock file, was moved or deleted. Call it before each save.
+
+        Raises:
+            Taken: another run has begun there.
+            ValueError: as `check_owner`.
+        """
+        check_owner(self.root)
+        if self._is_held():
+            return
+        try:
+            owner = _owner(self.root)
+            if owner not in (None, self._mine) or (owner is None and any(self.root.glob("iter_*"))):
+                raise ValueError(f"it is of {owner.run if owner is not None else 'an earlier version'}")
+            again = SaveLock(self.root)
+        except ValueError as error:
+            raise Taken(f"--save {self.root} was moved or deleted, and another run saves there: {error}") from None
+        self.release()
+        self._file, self._mine = again._file, again._mine
+        log.warning(
+            "--save %s has lost the lock of this run, because the folder or its file %s was moved or deleted. It is "
+            "made again, and this run saves there; earlier checkpoints are where they were moved",
+            self.root,
+            LOCK,
+        )
+
+    def _is_held(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file), os.stat(self.root / LOCK))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # of a disk that does not respond; the save will say so
+            return True
 
     def release(self) -> None:
         os.close(self._file)
@@ -102,10 +141,16 @@ def _lost(root: Path, owner: Generation) -> ValueError:
     )
 
 
-def _owner(root: Path) -> Generation | None:
-    """Return the start that saves into `root`; None if none has. ValueError if the file is damaged."""
+def _owner(root: Path, starts: bool = False) -> Generation | None:
+    """Return the start that saves into `root`; None if none has. ValueError if the file is damaged.
+
+    starts: this process begins: an empty file, or one of zeros, which a power cut leaves, names nobody.
+    """
     try:
-        return decode(read_small(root / OWNER), Generation, root / OWNER)
+        content = read_small(root / OWNER)
+        if starts and not content.strip(b"\0"):
+            return None
+        return decode(content, Generation, root / OWNER)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
@@ -116,7 +161,7 @@ def _claim(root: Path, start: Generation) -> None:
     """Make `start` the owner of `root`. ValueError if a later generation of its run is."""
     with replacing(root / OWNER) as file:
         file.write(msgspec.json.encode(start))
-        owner = _owner(root)
+        owner = _owner(root, starts=True)
         if owner is not None and owner.run == start.run and owner.number > start.number:
             raise _lost(root, owner)
 
@@ -128,13 +173,13 @@ def _take(root: Path, until: float, replace: bool) -> int:
     """
     if replace:
         part = root / f"{LOCK}{PARTIAL}-{uuid.uuid4().hex[:12]}"
-        file = _open(part)
+        file = open_to_write(part)
         _lock(root, file)
         check_owner(root)
         os.replace(part, root / LOCK)
         return file
     while True:
-        file = _open(root / LOCK)
+        file = open_to_write(root / LOCK)
         if _lock(root, file) and os.path.samestat(os.fstat(file), os.stat(root / LOCK)):  # else it was replaced
             return file
         holder = os.pread(file, 500, 0).decode(errors="replace").strip() or "another process"
@@ -144,10 +189,6 @@ def _take(root: Path, until: float, replace: bool) -> int:
                 f"--save {root} is in use by {holder}; wait for that run to end, end it, or name another folder"
             )
         time.sleep(RETRY_SECONDS)
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
 def _lock(root: Path, file: int) -> bool:

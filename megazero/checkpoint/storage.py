@@ -32,7 +32,7 @@ from megazero.checkpoint.regions import Region
 from megazero.checkpoint.shard_regions import owned_regions, views_of
 from megazero.checkpoint.shards import LocalShard
 from megazero.checkpoint.tensor_file import host_bytes, write_safetensors
-from megazero.files import crc32, open_regular, sync_folder
+from megazero.files import crc32, make_folders, open_regular, sync_folder
 
 # One thread reads a chunk from the disk while the other computes a checksum or copies.
 READERS = 2
@@ -83,7 +83,7 @@ class Save:
         return self._layout.skipped
 
     def make_folder(self) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folders(self.root)
         clear_leftovers(self.root)
         self.folder.mkdir()
 

@@ -59,7 +59,7 @@ def train(command: Command, world: World, signals: Signals) -> Wish | None:
         goes_on = True
         while goes_on:
             at = next(k for k, stage in enumerate(stages) if stage.holds(sample))
-            run = build(prepared, prepared.stages[at], mesh, signals=signals, clock=clock)
+            run = build(prepared, prepared.stages[at], mesh, signals=signals, clock=clock, lock=lock)
             clock.mark("model")
             if world.rank == 0 and screen:
                 _hand_out_report(prepared, mesh, screen, run)
@@ -150,7 +150,9 @@ def take_folder(prepared: Prepared, mesh: Mesh) -> SaveLock | None:
     return lock
 
 
-def build(prepared: Prepared, checked: Checked, mesh: Mesh, signals: Signals, clock: StartClock) -> TrainingRun:
+def build(
+    prepared: Prepared, checked: Checked, mesh: Mesh, signals: Signals, clock: StartClock, lock: SaveLock | None
+) -> TrainingRun:
     """Build the model of a stage, and the parts of the run around it."""
     (world, *_), (config, _, tokenizer, datasets, stage, tasks) = prepared.ranks, checked
     command, hosts = prepared.choice.command, mesh.world.hosts
@@ -165,7 +167,9 @@ def build(prepared: Prepared, checked: Checked, mesh: Mesh, signals: Signals, cl
         tokenizer=tokenizer,
         tasks=tasks,
     )
-    saves = Checkpoints(trainer.config, trainer.engine, datasets, tokenizer=tokenizer, watchdog=watchdog, stage=stage)
+    saves = Checkpoints(
+        trainer.config, trainer.engine, datasets, tokenizer=tokenizer, watchdog=watchdog, stage=stage, lock=lock
+    )
     stop_file = Path(config.log.log_dir) / "stop" if world.rank == 0 and config.log.log_dir else None
     return TrainingRun(
         trainer,

@@ -34,6 +34,7 @@ from megazero import checkpoint
 from megazero.called_as import in_own_words, program_name
 from megazero.checkpoint import verify
 from megazero.checkpoint.manifest import MANIFEST, read_manifest, unchecked_state
+from megazero.checkpoint.others import refuse_other
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine.model.stage import declare
 from megazero.files import explain
@@ -160,9 +161,13 @@ def layout_of(state: dict[str, object]) -> str:
 
 def folders(folder: Path) -> list[Path]:
     """Return the checkpoints that `folder` means. ValueError if there are none."""
-    if (folder / MANIFEST).exists() or folder.name.startswith("iter_"):
+    if (folder / MANIFEST).exists():
         return [folder]
     found = checkpoint.checkpoints(folder)
+    if not any((each / MANIFEST).exists() for each in found):
+        refuse_other("the folder", folder)
+    if not found and folder.name.startswith("iter_"):
+        return [folder]  # a damaged one
     if not found:
         raise ValueError(f"{folder} holds no checkpoint; {other_folder(folder)}")
     return found

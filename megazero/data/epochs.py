@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data.indexed import Int64s
-from megazero.files import replacing
+from megazero.files import open_to_write, replacing
 
 # Part of every file name. Raise it when the meaning of a table changes, so that older files are not read.
 TABLE_VERSION = 1
@@ -183,10 +183,13 @@ def _cache_folders(prefix: str) -> Iterator[str]:
 @contextmanager
 def _locked(folder: str) -> Iterator[None]:
     """Hold the lock of a folder, which the system releases if its holder dies. OSError if the folder is read-only."""
-    with open(os.path.join(folder, ".lock"), "ab") as file:
+    file = open_to_write(os.path.join(folder, ".lock"))
+    try:
         with suppress(OSError):  # a file system without locks: each process computes the table
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(file)
 
 
 def _mapped(path: str, sizes: Sequence[int] | None, stored_sizes: int, prefix: str) -> list[Int64s] | None:
@@ -213,6 +216,9 @@ def _mapped(path: str, sizes: Sequence[int] | None, stored_sizes: int, prefix: s
 def _write(path: str, parts: Sequence[Int64s]) -> None:
     """Write a table as one .npy array. An existing file is replaced at once, so that no reader sees a part of one."""
     header = {"descr": "<i8", "fortran_order": False, "shape": (sum(part.size for part in parts),)}
+    with suppress(OSError):
+        if not os.path.isfile(path):  # a FIFO or a device, which `replacing` refuses, in a folder of our own files
+            os.unlink(path)
     with replacing(path, durable=False) as file:
         np.lib.format.write_array_header_1_0(file, header)
         for part in filter(len, parts):

@@ -1,7 +1,6 @@
 """Presets: TOML files of flags, such as scripts/presets/tiny.toml or the config.toml of an earlier run."""
 
 import json
-import tomllib
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from megazero.files import read_small
+from megazero.files import read_toml
 from megazero.flags.architecture_flags import flags_of
 from megazero.flags.config import Config
 from megazero.flags.flag_names import flags, with_values
@@ -53,9 +52,9 @@ def read_preset(name: str) -> Preset:
     """
     path = _find(name)
     try:
-        content = tomllib.loads(read_small(path).decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--preset {path}: not a TOML file: {error}") from None
+        content = read_toml(path)
+    except ValueError as error:
+        raise ValueError(f"--preset {error}") from None
     notes = [f"--preset {path}: {key} is ignored: {retired()[key]}" for key in content if key in retired()]
     kept = {key: value for key, value in content.items() if key not in retired()}
     return Preset(typed_values(kept, f"--preset {path}"), notes)

@@ -1,11 +1,10 @@
 """Stages of a run (--data-stages): the flags that change at a sample."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megazero.files import explain, read_small
+from megazero.files import explain, read_toml
 from megazero.flags.batch_ramp import batch_sizes
 from megazero.flags.branch import SETS
 from megazero.flags.config import Config
@@ -67,10 +66,9 @@ def read_stages(config: Config) -> tuple[DataStage, ...]:
         return (WHOLE,)
     source = f"--data-stages {name}"
     try:
-        content = tomllib.loads(read_small(name).decode())
+        content = read_toml(name)
     except (OSError, ValueError) as error:
-        why = explain(error) if isinstance(error, OSError) else f"no TOML file: {error}"
-        raise ValueError(f"{source}: {why}") from None
+        raise ValueError(f"--data-stages {explain(error) if isinstance(error, OSError) else error}") from None
     tables = content.get("stage")
     if set(content) != {"stage"} or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise ValueError(f"{source}: expected tables [[stage]] alone, each with {FROM} and flags, such as data-path")

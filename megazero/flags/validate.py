@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megazero.files import explain
+from megazero.files import explain, refuse_in_checkpoint
 from megazero.flags.config import CheckpointConfig, Config, PlanConfig
 from megazero.flags.corpus_flags import document_flags
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, sections, value_of
@@ -266,6 +266,7 @@ def _check_saving(config: Config) -> None:
         )
     folders = {"save": checkpoint.save, "save-hf": checkpoint.save_hf, "log-dir": config.log.log_dir}
     folders["tensorboard-dir"] = config.log.tensorboard_dir
+    folders["memory-checkpoint-dir"] = checkpoint.memory_checkpoint_dir
     if checkpoint.save_hf and Path(checkpoint.save_hf).resolve() == Path(checkpoint.save).resolve():
         raise ValueError(
             f"--save-hf {shorten(checkpoint.save_hf)} is the folder of --save, whose checkpoints have the same names; "
@@ -279,6 +280,10 @@ def _check_saving(config: Config) -> None:
 
 def _check_writable(flag: str, path: Path) -> None:
     """Write a file without a name to a folder, or to the nearest one that exists, before hours of work."""
+    try:
+        refuse_in_checkpoint(path)
+    except ValueError as error:
+        raise ValueError(f"--{flag} {error}") from None
     try:
         nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not nearest.is_dir():

@@ -21,6 +21,7 @@ import torch
 from megazero.cluster import scheduler
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
+from megazero.files import OutputFile, explain
 from megazero.flags.cli import Command
 from megazero.flags.config import Config
 from megazero.log import log
@@ -88,7 +89,7 @@ class RunEvents:
             event |= {"lost_iterations": lost.iterations, "lost_seconds": lost.seconds}
             event["down_seconds"] = 0.0 if first else max(0.0, self.clock.began - (self._alive() or self.clock.began))
             event |= {"stage": stage} if stage else {}
-            self._add(event | {"config": asdict(self.config)} | self.about, "w" if first else "a")
+            self._add(event | {"config": asdict(self.config)} | self.about, anew=first)
 
     def first_step(self, iteration: int) -> Record:
         """Return the parts of the start for the first record after it, and report them if it is a resume."""
@@ -140,14 +141,15 @@ class RunEvents:
             return max([self.lost.until, *times])
         return self.lost.until
 
-    def _add(self, event: Record, mode: str = "a") -> None:
+    def _add(self, event: Record, anew: bool = False) -> None:
         if self.folder is None:
             return
         try:
-            with (self.folder / EVENTS).open(mode) as file:
-                file.write(json.dumps(event) + "\n")
-        except OSError as error:
-            log.warning(f"{self.folder / EVENTS} lacks an event: {error}")
+            with contextlib.closing(OutputFile(self.folder / EVENTS, at=0 if anew else None)) as file:
+                file.write((json.dumps(event) + "\n").encode())
+        except (OSError, ValueError) as error:
+            reason = explain(error) if isinstance(error, OSError) else error
+            log.warning(f"{self.folder / EVENTS} lacks an event: {reason}")
 
 
 def _event(name: str, iteration: int) -> Record:

@@ -15,7 +15,7 @@ from megazero.flags.flag_names import flags, to_toml, value_of
 from megazero.log import log
 from megazero.observe.progress_line import InUse, ProgressLine, Record
 from megazero.observe.report.live import LiveReport
-from megazero.observe.report.runs import parse_record
+from megazero.observe.report.records import Metrics, checked, parse_record
 from megazero.observe.start_clock import Lost
 from megazero.optional import require_optional
 from megazero.world import first_start
@@ -134,19 +134,30 @@ class MetricsFile:
             lines = read_regular(path).decode(errors="replace").splitlines()
             kept, self.lost = _divide(lines, math.inf if start_iteration is None else start_iteration)
             replace_file(path, "".join(line + "\n" for line in kept))
-        self.path, self.pending = path, list[bytes]()
+        self.path, self.pending, self.is_replaced = path, list[bytes](), False
         self.file = OutputFile(path, at=path.stat().st_size if path.exists() else 0)
 
     def write(self, record: Record) -> None:
         """Append a line. Readers see it at once, and whole."""
         self.pending.append((json.dumps(finite(record)) + "\n").encode())
         try:
+            if not (self.is_replaced or self.file.is_in_place):
+                self._replace(record)
             self.file.write(b"".join(self.pending))  # overwrites the part that a failed attempt wrote
         except OSError as error:
             if len(self.pending) == 1 or len(self.pending) % 100 == 0:
                 log.warning(f"{explain(error)}. Training continues; {len(self.pending)} lines of metrics wait for room")
         else:
             self.pending.clear()
+
+    def _replace(self, record: Record) -> None:
+        """Make the file anew where its folder was moved or deleted, but leave one that another run has made."""
+        log.warning(f"{self.path} was moved, deleted or replaced before iteration {record['iteration']} was logged")
+        self.is_replaced = self.path.exists()
+        if not self.is_replaced:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file, self.file = self.file, OutputFile(self.path)
+            file.close()
 
     def close(self) -> None:
         if self.pending:
@@ -162,14 +173,14 @@ def _divide(lines: list[str], last: float) -> tuple[list[str], Lost]:
     tail: list[tuple[str, Record]] = []
     until = 0.0
     while lines:
-        record = parse_record(lines[-1])
+        record = checked(parse_record(lines[-1]), Metrics, [])
         until = max(until, record.get("at", 0.0))
         if "step_seconds" in record and record["iteration"] <= last:
             break
         tail.append((lines.pop(), record))
     kept = [line for line, record in reversed(tail) if record.get("iteration", math.inf) <= last]
     lost = [record for _, record in tail if "step_seconds" in record]
-    seconds = sum(record["step_seconds"] + sum(record.get("pause_seconds", {}).values()) for record in lost)
+    seconds = sum((record["step_seconds"] or 0.0) + sum(record.get("pause_seconds", {}).values()) for record in lost)
     return lines + kept, Lost(len(lost), seconds, until)
 
 

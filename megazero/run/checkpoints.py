@@ -9,13 +9,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from megazero import checkpoint
 from megazero.checkpoint import InMemory
 from megazero.checkpoint.engine_state import EngineState
+from megazero.checkpoint.locking import SaveLock, Taken
 from megazero.checkpoint.shards import LocalShard
 from megazero.cluster.watchdog import Watchdog
 from megazero.data.corpora import Datasets
@@ -64,6 +65,7 @@ class Checkpoints:
         tokenizer: Tokenizer | None,
         watchdog: Watchdog,
         stage: DataStage = WHOLE,
+        lock: SaveLock | None = None,
     ) -> None:
         """Prepare to save into --save, if it is given.
 
@@ -74,8 +76,9 @@ class Checkpoints:
             tokenizer: rank 0 puts a copy into every checkpoint.
             watchdog: paused during a save, because waits in a save have limits of their own.
             stage: of the run, in which this engine trains.
+            lock: of --save, on rank 0.
         """
-        self.stage = stage
+        self.stage, self.lock = stage, lock
         self.config, self.engine, self.mesh = config, engine, engine.mesh
         self.fingerprints, self.split_by_tokens = tuple(datasets.fingerprints()), datasets.split_by_tokens
         self.watchdog, self.source_digest = watchdog, source_digest(config.hf_config)
@@ -104,6 +107,7 @@ class Checkpoints:
         Raises:
             AgreedFailure: no attempt of the last save succeeded.
             DeadRun: weights are not finite; nothing is saved.
+            Taken: --save was moved away, and another run saves there. This iteration is saved in a new folder.
         """
         iteration = progress.iteration
         if not self.config.checkpoint.save:
@@ -112,8 +116,11 @@ class Checkpoints:
         if self.saved_at == iteration:
             return
         self.saving_since = time.perf_counter()
+        taken = checkpoint.from_rank(0, self._taken, self.mesh.host.group, tuple[str, str])
         shards, state = self._contents(progress)
         self.saved_at = iteration
+        if taken[0]:
+            self._leave(*taken, functools.partial(self._write, iteration, shards, state, self.mesh.host.group))
         if self.memory is not None:
             self.memory.number += 1
 
@@ -131,8 +138,32 @@ class Checkpoints:
             begin()
             log.info(f"saving in the background; training stopped for {time.perf_counter() - self.saving_since:.1f} s")
 
-    def _write(self, iteration: int, shards: Mapping[str, LocalShard], state: dict[str, Any], group: Any) -> Path:
-        root = Path(self.config.checkpoint.save)
+    def _taken(self) -> tuple[str, str]:
+        """Return why --save is not this run's any more, and the folder to save in instead; "" if it is."""
+        try:
+            if self.lock is not None:
+                self.lock.keep()
+        except Taken as error:
+            return str(error), f"{self.config.checkpoint.save.rstrip('/')}-{self.run_id[:8]}"
+        return "", ""
+
+    def _leave(self, why: str, refuge: str, write: Callable[[Path], Path]) -> NoReturn:
+        """Save in the folder `refuge`, and end the run: nothing is lost, and no two runs share a folder."""
+        lock = checkpoint.lock(Path(refuge), self.mesh.host.group)
+        self._outcome(lambda: self._insist(lambda: write(Path(refuge))), last=True)
+        if lock is not None:
+            lock.release()
+        raise Taken(f"{why}. This run has saved in {refuge}; --load {refuge} --save {refuge} resumes it")
+
+    def _write(
+        self,
+        iteration: int,
+        shards: Mapping[str, LocalShard],
+        state: dict[str, Any],
+        group: Any,
+        root: Path | None = None,
+    ) -> Path:
+        root = root or Path(self.config.checkpoint.save)
         return checkpoint.save(root, iteration, shards, state=state, group=group, attached=self.attached)
 
     def _insist(self, write: Callable[[], Path | None]) -> Path | None:

@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from megazero import checkpoint
-from megazero.checkpoint.folders import folder_name, iteration_of, partial_folder, retire
-from megazero.checkpoint.locking import PARTIAL, check_owner
+from megazero.checkpoint.folders import folder_name, iteration_of, leftovers, partial_folder, retire
+from megazero.checkpoint.locking import check_owner
 from megazero.flags.config import CheckpointConfig
 from megazero.log import log
 from megazero.run.checkpoints import Checkpoints
@@ -52,7 +52,7 @@ class Exports:
     def resume(self, progress: Progress) -> None:
         """Clear the remains of an export that was killed, and repeat it if it was of the checkpoint that is loaded."""
         if self.leads:
-            for leftover in self.root.glob(f".*iter_[0-9]*{PARTIAL}"):
+            for leftover in leftovers(self.root):
                 shutil.rmtree(leftover, ignore_errors=True)
         saved, interval = self.checkpoints.saved_at, self.options.save_hf_interval
         if saved is not None and (self.root / folder_name(saved)).exists():

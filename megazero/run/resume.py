@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
+from megazero.checkpoint.folders import refuse_to_mix
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.data.tokenizer import hub_hint
@@ -40,7 +41,7 @@ def find_checkpoint(
     """
     options = config.checkpoint
     if options.load and is_hugging_face(Path(options.load)):
-        _guard_save(options.load, options.save, None, options.finetune)
+        _guard_save(options, None)
         return Path(options.load)
     path, known = None, dict(passing_over or {})
     while options.load:
@@ -68,7 +69,7 @@ def find_checkpoint(
         _check_own(path, RunState.read(path, group), options)
     if config.evaluation.eval_only and path is None:
         raise ValueError(f"--eval-only: --load {options.load} holds no checkpoint; give the --save folder of a run")
-    _guard_save(options.load, options.save, path, options.finetune)
+    _guard_save(options, path)
     starts = bool(options.save) and Path(options.load).resolve() == Path(options.save).resolve()
     if path is None and options.load and not starts:
         _refuse_missing(options.load)
@@ -85,8 +86,8 @@ def find_branch(config: Config, group: Any, passing_over: Mapping[str, str]) -> 
     source = Path(config.checkpoint.decay_from)
     try:
         path = checkpoint.find(source, group, passing_over=passing_over)
-    except Damaged as error:
-        raise Damaged(f"--decay-from{str(error).removeprefix('--load')}") from None
+    except ValueError as error:
+        raise type(error)(f"--decay-from{str(error).removeprefix('--load')}") from None
     assert path is not None  # it is no root
     state = RunState.read(path, group)
     check_same_model(path, state.typed_model(path), config.model)
@@ -162,8 +163,16 @@ def takes_memory(config: Config) -> bool:
     return bool(options.memory_checkpoint_interval) and config.trains and same and not options.finetune
 
 
-def _guard_save(load: str, save: str, path: Path | None, finetune: bool) -> None:
-    """Refuse a --save folder with another run's checkpoints: they would be mixed with this run's, and pruned."""
+def _guard_save(options: CheckpointConfig, path: Path | None) -> None:
+    """Refuse folders with checkpoints of another run, which would be mixed with this run's and pruned, or system.
+
+    path: the checkpoint from which the run resumes.
+    """
+    load, save, finetune = options.load, options.save, options.finetune
+    folders = {"save": save, "save-hf": options.save_hf, "memory-checkpoint-dir": options.memory_checkpoint_dir}
+    for flag, folder in folders.items():
+        if folder:
+            refuse_to_mix(f"--{flag}", Path(folder))
     existing = checkpoint.checkpoints(Path(save)) if save else []
     resumes = path is not None and path.parent.resolve() == Path(save).resolve() and not finetune
     if not existing or resumes:

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from megazero import checkpoint
 from megazero.checkpoint import Damaged
-from megazero.checkpoint.folders import LATEST
+from megazero.checkpoint.folders import names_checkpoint
 from megazero.checkpoint.manifest import read_state_file
 from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
 from megazero.engine.step.optimization import learning_rate
@@ -210,7 +210,7 @@ def source_type(source: str) -> str:
 
 def is_hugging_face(folder: Path) -> bool:
     """Return whether `folder` holds a model of transformers, and no checkpoints."""
-    return (folder / "config.json").is_file() and not (folder / LATEST).exists()
+    return (folder / "config.json").is_file() and not names_checkpoint(folder)
 
 
 def other_folder(folder: Path) -> str:

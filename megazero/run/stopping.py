@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Self
 
 from megazero.cluster import agent_notes
+from megazero.files import explain
 from megazero.flags.config import CheckpointConfig, Config
 from megazero.flags.validate import plans
 from megazero.log import log
@@ -30,6 +31,7 @@ AGAIN = "Press Ctrl-C again to stop at once, without saving"
 STARTING = "stopping before the first step"
 ENDING = "the run ends after its last save, which is in progress"
 EVALUATING = "stopping after this batch, without a result"
+AHEAD = time.time() - time.monotonic()
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -131,6 +133,11 @@ class Signals:
             self.noted = signal.Signals(number)
 
 
+def steady_time() -> float:
+    """Return the Unix time by a clock that nobody sets: that of the start of this process, and the seconds since."""
+    return AHEAD + time.monotonic()
+
+
 class Clock:
     """The time limits of a run, and the time between its checkpoints. Only rank 0 has one."""
 
@@ -156,7 +163,7 @@ class Clock:
             ValueError: --exit-before-minutes in a job without a limit.
         """
         self._until = began + 60 * duration_minutes if duration_minutes else float("inf")
-        self._save_seconds, self._saved = 60 * save_minutes, time.time()
+        self._save_seconds, self._saved = 60 * save_minutes, steady_time()
         self._margin, self._job_end = 60 * before_minutes, job_end
         end = job_end() if before_minutes else float("inf")
         if end is None:
@@ -166,13 +173,17 @@ class Clock:
             )
         self._end = end
 
-    def wish(self, now: float) -> Wish:
-        """Return the wish at the time `now`."""
+    def wish(self, now: float, set_time: float | None = None) -> Wish:
+        """Return the wish at the time `now`.
+
+        set_time: by the system's clock, of which the job's end is; None: `now`.
+        """
         if now >= self._until:
             return Wish.STOP_DURATION
-        if now >= self._end - self._margin:
+        real = now if set_time is None else set_time
+        if real >= self._end - self._margin:
             self._end = self._job_end() or float("inf")
-            if now >= self._end - self._margin:
+            if real >= self._end - self._margin:
                 return Wish.STOP_JOB_END
         save_due = self._save_seconds > 0 and now - self._saved >= self._save_seconds
         return Wish.SAVE if save_due else Wish.CONTINUE
@@ -194,7 +205,7 @@ class Wishes:
         if self.signals.noted is not None:
             found.append(Wish[f"STOP_{self.signals.noted.name}"])
         if self.clock is not None:
-            found.append(self.clock.wish(time.time()))
+            found.append(self.clock.wish(steady_time(), time.time()))
         if agent_notes.read_note(agent_notes.CHANGED):
             found.append(Wish.STOP_NODES)
         if self.stop_file is not None and self.stop_file.exists():
@@ -204,9 +215,13 @@ class Wishes:
     def obey(self, agreed: Wish) -> None:
         """Withdraw the requests that the ranks' agreed wish fulfils, so that they are not obeyed twice."""
         if agreed == Wish.SAVE and self.clock is not None:
-            self.clock.saved(time.time())
+            self.clock.saved(steady_time())
         if agreed == Wish.STOP_FILE and self.stop_file is not None:
-            self.stop_file.unlink(missing_ok=True)
+            try:
+                folder = self.stop_file.is_dir() and not self.stop_file.is_symlink()
+                self.stop_file.rmdir() if folder else self.stop_file.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning(f"{explain(error)}. Delete it, or the next start stops at once")
 
 
 def again_words(launched: bool, elastic: str) -> str:

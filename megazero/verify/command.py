@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megazero.files import write_atomically
+from megazero.files import check_replaceable, explain, write_atomically
 from megazero.flags.cli import read_own
 from megazero.log import log
 
@@ -73,9 +73,11 @@ def main(argv: list[str]) -> int:
             raise ValueError(
                 f"--json {options.json}: the folder {folder} does not exist; make it, or name another file"
             )
+        if options.json:
+            check_replaceable(options.json)
         proof = Verification(wanted).run()
-    except ValueError as error:
-        log.error(f"error: {error}")
+    except (OSError, ValueError) as error:
+        log.error(f"error: {explain(error) if isinstance(error, OSError) else error}")
         return REFUSED
     show_proof(proof)
     if options.json:

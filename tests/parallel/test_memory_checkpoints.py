@@ -351,6 +351,23 @@ def test_copies_that_fail_leave_the_one_before(tmp_path: Path, monkeypatch: pyte
             broken.setattr(MemoryCheckpoints, stage, fail)
             assert save(iteration) == [2], stage
     assert save(8) == [8, 2] and save(9) == [9, 8]
+    (tmp_path / "theirs").mkdir()
+    for name in ("iter_0000005", "iter_0000010", "iter_0000012"):  # links of a user are deleted, not their targets
+        (memory.folder / name).symlink_to(tmp_path / ("theirs" if name != "iter_0000012" else "gone"))
+    assert save(10) == [10, 9] and save(12) == [12, 10] and save(13) == [13, 12] and (tmp_path / "theirs").is_dir()
+
+
+def test_a_copy_whose_file_has_another_length_is_not_whole(tmp_path: Path) -> None:
+    """It is passed over before it is read: the one before it, or the disk's, is loaded at once."""
+    memory = MemoryCheckpoints(str(tmp_path / "memory"), tmp_path / "saved", None)
+    shards = {"model.w": LocalShard((3,), (0,), (3,), 0, 3, torch.ones(3))}
+    for iteration in (2, 4):
+        memory.save(iteration, shards, {"iteration": iteration} | memory.stamp())
+    file = memory.folder / "iter_0000004" / "rank_00000.safetensors"
+    whole_file = file.read_bytes()
+    for content, found in ((whole_file, [4, 2]), (whole_file[:-1], [2]), (whole_file + b"x", [2]), (b"", [2])):
+        file.write_bytes(content)
+        assert [each.iteration for each in memory.find(None, {})] == found, len(content)
 
 
 # -- which one

@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from megazero.checkpoint.engine_state import EngineState, states_of
+from megazero.checkpoint.locking import SaveLock
 from megazero.checkpoint.planning import RankPlan
 from megazero.data.writer import IndexedWriter
 from megazero.engine.model.stage import declare
@@ -28,6 +30,7 @@ from megazero.run.checkpoints import Checkpoints
 from megazero.run.replicas import check_replicas
 from megazero.run.stopping import Clock, DeadRun, Signals, Wish
 from megazero.run.training_run import TrainingRun
+from megazero.world import Generation
 from tests.helpers.rings import by_default
 from tests.parallel.runs import MODEL, configured, names, quietly, run_of, train, weights, write_corpus
 
@@ -82,7 +85,7 @@ class Told(Clock):
         super().__init__(0.0, 0.0, lambda: None)
         self.due, self.calls = due, 0
 
-    def wish(self, now: float) -> Wish:
+    def wish(self, now: float, set_time: float | None = None) -> Wish:
         self.calls += 1
         return Wish.SAVE if self.calls in self.due else Wish.CONTINUE
 
@@ -358,6 +361,47 @@ def small_disk(rank: int, config: Config, stops: int, frees: int) -> tuple[int, 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     return run.trainer.progress.iteration, "", waited
+
+
+def moved_away(rank: int, config: Config, taken: bool) -> tuple[int, str]:
+    """Move --save away before step 4. `taken`: another run begins there."""
+    run, save = run_of(rank, 2, config), Path(config.checkpoint.save)
+    run.checkpoints.lock = SaveLock(save) if rank == 0 else None
+    step = run.trainer.engine.train_step
+
+    def moving(iteration: int, batches: Any, samples: int) -> Any:
+        if iteration == 4:
+            run.checkpoints.finish_save()
+        if iteration == 4 and rank == 0:
+            save.rename(save.with_name("away"))
+            if taken:
+                save.mkdir()
+                (save / ".owner").write_bytes(msgspec.json.encode(Generation("process 1 on another host", 0)))
+        return step(iteration, batches, samples)
+
+    run.trainer.engine.train_step = moving
+    try:
+        quietly(run)
+    except ValueError as error:
+        return run.trainer.progress.iteration, str(error)
+    return run.trainer.progress.iteration, ""
+
+
+@pytest.mark.parametrize("background", by_default([False, True], 0))
+def test_a_save_folder_that_is_moved_away(ranks: Any, corpus: str, tmp_path: Path, background: bool) -> None:
+    """It is made and locked again; but if another run has begun there, this one saves in a new folder, and ends."""
+    save, away = tmp_path / "s", tmp_path / "away"
+    config = configured(corpus, save, 6, save_interval=2, async_save=background)
+    assert ranks(2).run(moved_away, config, False) == [(6, "")] * 2
+    assert names(away) == [2] and names(save) == [4, 6] and (save / ".lock").exists()
+    shutil.rmtree(away)
+    shutil.rmtree(save)
+    (first, error), second = ranks(2).run(moved_away, config, True)
+    assert first == 4 and second == (first, error)
+    (refuge,) = (path for path in tmp_path.iterdir() if path.name.startswith("s-"))
+    assert names(away) == [2] and names(save) == [] and names(refuge) == [4]
+    assert error.startswith(f"--save {save} was moved or deleted, and another run saves there: it is of process 1 on")
+    assert error.endswith(f"This run has saved in {refuge}; --load {refuge} --save {refuge} resumes it")
 
 
 @pytest.mark.parametrize("background", by_default([False, True], 0))

@@ -1,10 +1,10 @@
 """The page of several runs: their curves on top of each other, their numbers, and the options in which they differ."""
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megazero.files import read_toml
 from megazero.observe.report.page import MEMORY, TRAFFIC, cards, option_text, render
 from megazero.observe.report.runs import Run, read_run
 from megazero.units import size, things
@@ -58,7 +58,7 @@ def given_options(run: Run, folder: Path) -> dict[str, str]:
     found = {name: value for group in groups.values() if isinstance(group, dict) for name, value in group.items()}
     path = folder / "config.toml"
     if not found and path.is_file():
-        found = tomllib.loads(path.read_text())
+        found = read_toml(path)
     return {name.replace("_", "-"): option_text(value) for name, value in found.items()}
 
 

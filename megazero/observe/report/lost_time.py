@@ -14,15 +14,15 @@ def spent(run: Run) -> dict[str, float]:
     if not starts or starts[0] is not run.starts[0]:
         return {}
     found = {KEPT: 3600 * float(run.axes["hours"][-1])}
-    found[AGAIN] = sum(start["lost_seconds"] for start in starts)
-    found[DOWN] = sum(start["down_seconds"] for start in starts)
+    found[AGAIN] = sum(start.get("lost_seconds", 0.0) for start in starts)
+    found[DOWN] = sum(start.get("down_seconds", 0.0) for start in starts)
     for start in starts:
         for part, seconds in start["seconds"].items():
             found[f"start: {part}"] = found.get(f"start: {part}", 0.0) + seconds
     moments = [*run.records, *run.events]
     for key, cause in PAUSES.items():
         found[cause] = sum(each.get("pause_seconds", {}).get(key, 0.0) for each in moments)
-    begin = starts[0]["at"] - sum(starts[0]["seconds"].values())
+    begin = starts[0].get("at", 0.0) - sum(starts[0]["seconds"].values())
     total = max(each.get("at", begin) for each in moments) - begin
     found[OTHER] = max(0.0, total - sum(found.values()))
     return found

@@ -5,7 +5,7 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from megazero.observe.progress_line import RECENT, Record
 from megazero.observe.report.curves import chart_data, start_text
 from megazero.observe.report.heat_map import MOST_COLUMNS, HeatMap, heat_map, logarithmic_limits
 from megazero.observe.report.lost_time import KEPT, kept_share, spent
-from megazero.observe.report.runs import METRICS, Run, curve, keys_of, read_run, smooth
+from megazero.observe.report.records import by_name
+from megazero.observe.report.runs import METRICS, Run, curve, keys_of, left_out, read_run, smooth
 from megazero.observe.shown_tasks import task_scores
 from megazero.planner.layouts import layout_words, rank_layers, stage_copies
 from megazero.units import count, duration, ranges, size, things
 
 REPORT = "report.html"
-MAX_DRAWN_RANKS = 64
+MAX_DRAWN_RANKS, MAX_LAYERS = 64, 10_000
 MAX_SHOWN_LOSS = 20.0  # nats; above it a perplexity is meaningless
 SCRIPTS = ("report.js", "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css", "uplot/LICENSE")
 SHARDED = ("", "optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")
@@ -129,8 +130,16 @@ def render(runs: Sequence[Run], names: Sequence[str], live: int, **sections: Any
         json=Markup(text),
         files={name: Markup((here / name).read_text()) for name in SCRIPTS},
         done=done,
-        read=" ".join(f"One of {run.stride} iterations of {run.name} was read." for run in runs if run.stride > 1),
+        read=" ".join(sentence for run in runs for sentence in _read(run)),
     )
+
+
+def _read(run: Run) -> Iterator[str]:
+    """Yield a sentence for each reason why not all lines of a run were read."""
+    if run.stride > 1:
+        yield f"One of {run.stride} iterations of {run.name} was read."
+    if run.faults:
+        yield f"{run.name} has {left_out(run.faults)}."
 
 
 # -- summary
@@ -141,7 +150,8 @@ def cards(run: Run) -> list[tuple[str, str]]:
     tokens, hours = run.axes["tokens"], run.axes["hours"]
     loss, validation, peak = curve(run, "loss"), curve(run, "validation_loss"), curve(run, "memory_bytes/peak").y
     done: int = run.records[-1]["iteration"]
-    left = run.start.get("config", {}).get("training", {}).get("train_iters", done) - done
+    asked = by_name(run.start.get("config", {}).get("training")).get("train_iters")
+    left = asked - done if isinstance(asked, int) and asked < 2**53 else 0
     found = [("iterations", f"{done:,} of {done + left:,}" if left > 0 else f"{done:,}")]
     if left > 0 and not run.ended:
         steps = [record.get("step_seconds") or 0.0 for record in run.records[-RECENT:]]
@@ -239,7 +249,7 @@ def _statistics(run: Run) -> list[HeatMap]:
 def _last_loads(run: Run) -> HeatMap | None:
     """Draw the loads of all experts in the last iteration that has them."""
     record = next((record for record in reversed(run.records) if record.get("moe_choices")), None)
-    if record is None:
+    if record is None or len({len(choices) for choices in record["moe_choices"].values()}) > 1:
         return None
     choices = np.array(list(record["moe_choices"].values()), dtype=np.float64)
     loads = choices / np.maximum(choices.mean(1, keepdims=True), 1e-9)
@@ -255,24 +265,24 @@ def _layers(numbers: Iterable[str]) -> list[str]:
 
 
 def _layout(start: Record) -> dict[str, Any] | None:
-    """Return a sentence on the layout, and the ranks by pipeline stage and data-parallel rank."""
+    """Return a sentence on the layout, and the ranks by pipeline stage and data-parallel rank.
+
+    None for a start of an older version, or with a layout that no run has.
+    """
     try:
-        options = start["config"]
         layout = Layout(**start["layout"] | {"split": tuple(start["layout"]["split"])})
-        layers, stage = options["model"]["num_layers"], options["zero"]["zero_stage"]
-    except (KeyError, TypeError):  # an older version's
+        layers, stage = start["config"]["model"]["num_layers"], start["config"]["zero"]["zero_stage"]
+        text = f"{things(layout.world_size, 'rank')}: {layout_words(layout)}, ZeRO stage {stage}"
+        if stage and layout.shard > 1:
+            text += f"; {SHARDED[stage]} sharded over {layout.shard} data-parallel ranks"
+        drawn = 1 < layout.world_size <= MAX_DRAWN_RANKS and max(layers, layout.chunks) <= MAX_LAYERS
+        stages = [
+            (", ".join(ranges(rank_layers(layout, layers, pp))), stage_copies(layout, pp))
+            for pp in range(layout.pp if drawn else 0)
+        ]
+    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError):
         return None
-    text = f"{things(layout.world_size, 'rank')}: {layout_words(layout)}, ZeRO stage {stage}"
-    if stage and layout.shard > 1:
-        text += f"; {SHARDED[stage]} sharded over {layout.shard} data-parallel ranks"
-    stages = [
-        (
-            ", ".join(ranges(rank_layers(layout, layers, pp))),
-            stage_copies(layout, pp),
-        )
-        for pp in range(layout.pp)
-    ]
-    return {"text": f"{text}.", "stages": stages if 1 < layout.world_size <= MAX_DRAWN_RANKS else [], "tp": layout.tp}
+    return {"text": f"{text}.", "stages": stages, "tp": layout.tp}
 
 
 def _bars(values: dict[str, int] | None, names: dict[str, str]) -> list[tuple[str, float, str]]:
@@ -295,8 +305,8 @@ def _resumes(run: Run) -> list[tuple[str, str]]:
         parts = {"no process": start.get("down_seconds", 0.0), **start.get("seconds", {})}
         words = ", ".join(f"{part} {seconds:.1f} s" for part, seconds in parts.items())
         if again := start.get("lost_iterations"):
-            words += f"; {things(again, 'iteration')} of {start['lost_seconds']:.1f} s computed again"
-        rows.append((start_text(start), words))
+            words += f"; {things(again, 'iteration')} of {start.get('lost_seconds', 0.0):.1f} s computed again"
+        rows.append((start_text({"iteration": 0} | start), words))
     return rows
 
 

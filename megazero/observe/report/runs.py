@@ -1,15 +1,18 @@
 """Read the metrics and events of a run's log folder, and its curves as arrays."""
 
 import functools
-import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from megazero.log import log
 from megazero.observe.progress_line import Record
+from megazero.observe.report.records import Event, Metrics, by_name, checked, number, parse_record
+from megazero.units import things
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 XAxis = Literal["iteration", "tokens", "hours"]
@@ -44,6 +47,7 @@ class Run:
     records: tuple[Record, ...]
     events: tuple[Record, ...] = ()
     stride: int = 1
+    faults: tuple[str, ...] = ()  # why lines were left out
 
     @property
     def starts(self) -> list[Record]:
@@ -70,8 +74,8 @@ class Run:
         iterations = np.array([record["iteration"] for record in self.records], dtype=np.float64)
         # above 1 where records were left out
         between = np.diff(iterations, prepend=max(0.0, iterations[0] - self.stride))
-        seconds = np.array([record.get("step_seconds") or 0.0 for record in self.records])
-        tokens = np.array([record.get("consumed_tokens", np.nan) for record in self.records])
+        seconds = np.array([record.get("step_seconds") or 0.0 for record in self.records], dtype=np.float64)
+        tokens = np.array([record.get("consumed_tokens", np.nan) for record in self.records], dtype=np.float64)
         if np.isnan(tokens).any():  # an older version's
             rates = np.array([record.get("tokens_per_second") or 0.0 for record in self.records])
             tokens = np.cumsum(np.round(seconds * rates) * between)
@@ -95,12 +99,14 @@ def read_run(folder: Path) -> Run:
     if not metrics.is_file():
         raise ValueError(f"{metrics} does not exist; give the --log-dir folder of a run")
     stride = -(-metrics.stat().st_size // MAX_BYTES) or 1
-    found, before, evaluated = dict[int, Record](), Record(), False
+    found, before, evaluated, faults = dict[int, Record](), Record(), False, list[str]()
     with metrics.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number % stride == 0 or any(key in line for key in ALWAYS_READ):
                 record = parse_record(line)
-                if not isinstance(record.get("iteration"), int):
+                if record:
+                    record = checked(record, Metrics, faults)
+                if not record:
                     continue
                 if "loss" not in record:  # --eval-only wrote it
                     evaluated = True
@@ -114,23 +120,24 @@ def read_run(folder: Path) -> Run:
             "name the --log-dir of a run that trains"
         )
     if not found:
-        raise ValueError(f"{metrics} has no iteration yet; name the --log-dir of a run that trains")
-    return Run(folder.resolve().name, tuple(found[i] for i in sorted(found)), tuple(read_events(folder)), stride)
+        damaged = f", but {left_out(faults)}" if faults else " yet"
+        raise ValueError(f"{metrics} has no iteration{damaged}; name the --log-dir of a run that trains")
+    events = tuple(read_events(folder, faults))
+    if faults:
+        log.warning(f"{folder}: {left_out(faults)}")
+    return Run(folder.resolve().name, tuple(found[i] for i in sorted(found)), events, stride, tuple(faults))
 
 
-def read_events(folder: Path) -> list[Record]:
-    """Read the whole lines of events.jsonl; none if it is missing."""
-    events = folder / EVENTS
-    return list(filter(None, map(parse_record, events.read_bytes().splitlines()))) if events.is_file() else []
+def left_out(faults: Sequence[str]) -> str:
+    """Describe the lines of a log folder that were left out."""
+    return f"{things(len(faults), 'line')} that no run wrote, which were left out, such as: {faults[0]}"
 
 
-def parse_record(line: bytes | str) -> Record:
-    """Return the object of a line; an empty one for a torn line."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
+def read_events(folder: Path, faults: list[str] | None = None) -> list[Record]:
+    """Read the whole lines of events.jsonl; none if it is missing. faults: as of `checked`."""
+    path, faults = folder / EVENTS, [] if faults is None else faults
+    events = filter(None, map(parse_record, path.read_bytes().splitlines())) if path.is_file() else ()
+    return [event for event in (checked(each, Event, faults) for each in events) if event]
 
 
 # -- curves
@@ -144,9 +151,11 @@ def column(run: Run, key: str) -> Array:
     for place, record in enumerate(run.records):
         value = record.get(outer)
         if isinstance(value, dict):
-            value = value.get(inner) if inner else max(value.values(), default=None)
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            found[place] = value
+            if not inner:
+                value = max((n for n in map(number, value.values()) if not math.isnan(n)), default=None)
+            else:
+                value = value.get(inner)
+        found[place] = number(value)
     return found
 
 
@@ -159,7 +168,7 @@ def curve(run: Run, key: str, axis: XAxis = "iteration") -> Curve:
 
 def keys_of(run: Run, key: str) -> list[str]:
     """Return the names under a nested `key`, in the order of their first appearance."""
-    return list(dict.fromkeys(name for record in run.records for name in record.get(key) or ()))
+    return list(dict.fromkeys(name for record in run.records for name in by_name(record.get(key))))
 
 
 def smooth(found: Curve, window: int) -> Curve:

@@ -74,6 +74,14 @@ def test_list_verify_and_show(tmp_path: Path) -> None:
     assert str(tmp_path) in listed.stderr and "<- a resume" not in listed.stdout
     refused = script("list", tmp_path / "nothing")
     assert refused.returncode == 1 and refused.stderr.startswith("error: ") and "holds no checkpoint" in refused.stderr
+    theirs = tmp_path / "theirs" / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    for folder in (tmp_path / "theirs", tmp_path / "theirs" / "iter_0000100"):
+        for action in ("verify", "list", "show"):
+            refused = script(action, folder)
+            assert refused.returncode == 1 and "has a checkpoint of Megatron-LM" in refused.stderr, action
+            assert not refused.stdout
 
 
 def test_help_keeps_its_lines() -> None:

@@ -323,14 +323,23 @@ def test_what_cannot_be_deleted_is_a_warning(tmp_path: Path, caplog: pytest.LogC
 
 
 @for_each("again", [False, True])
-def test_a_save_that_fails_after_it_has_its_name_gives_it_back(tmp_path: Path, again: bool) -> None:
+def test_a_save_that_fails_after_it_has_its_name_gives_it_back(
+    tmp_path: Path, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Free its disk space, and restore the checkpoint that it replaced."""
     checkpoint.save(tmp_path, 1, model(1), {})
     (tmp_path / "latest").unlink()
-    (tmp_path / "latest" / "full").mkdir(parents=True)  # `latest` cannot be written
-    with pytest.raises(checkpoint.AgreedFailure, match=r"failed on rank 0: /\S+ to /\S+/latest: Is a directory"):
+    replace = os.replace
+
+    def fail(source: Path, target: Path) -> None:
+        if Path(target).name == "latest":
+            raise OSError(errno.EIO, "the disk is gone", str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(checkpoint.AgreedFailure, match=r"failed on rank 0: /\S+/latest: the disk is gone"):
         checkpoint.save(tmp_path, 1 if again else 2, model(2), {})
-    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "latest"]
+    assert sorted(os.listdir(tmp_path)) == ["iter_0000001"]
     assert_holds(tmp_path / "iter_0000001", 1)
 
 
@@ -378,6 +387,12 @@ def test_leftovers_of_a_crash_are_cleared(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 100, model(1), {})
     assert sorted(os.listdir(tmp_path)) == ["iter_0000100", "latest"]
     assert sorted(os.listdir(path)) == ["manifest.json", "rank_00000.safetensors", "state.json"]
+    ours = [".iter_0000100.2.partial", ".iter_0000100.old.partial", ".latest.partial-0123456789ab"]
+    theirs = [".iter_best.partial", ".notes.partial-old", ".iter_0000100.partial.bak", "iter_0000100.partial"]
+    for name in (*ours, *theirs):
+        (tmp_path / name).mkdir()
+    checkpoint.save(tmp_path, 200, model(1), {})
+    assert {*os.listdir(tmp_path)} == {"iter_0000100", "iter_0000200", "latest", *theirs}
 
 
 def crash_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,21 +12,42 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint.shards import LocalShard
+from megazero.files import new_folder
 from tests.helpers.table import for_each
 
-Event = tuple[str, ...]  # ("flush", path) or ("rename", from, to)
+Event = tuple[str, ...]  # ("flush", path), ("make", path), ("write", path) or ("rename", from, to)
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
-    """Record the flushes and renames of the test."""
+    """Record the flushes, renames and new files and folders of the test, and the writes to files."""
     found: list[Event] = []
+
+    def path_of(handle: int) -> str:
+        return os.readlink(f"/proc/self/fd/{handle}")
+
+    def making(path: Any, *how: Any, **more: Any) -> None:
+        mkdir(path, *how, **more)
+        found.append(("make", os.path.abspath(path)))
+
+    def opening(path: Any, flags: int, *how: Any, **more: Any) -> int:
+        new = bool(flags & os.O_CREAT) and not os.path.exists(path)
+        handle = opened(path, flags, *how, **more)
+        if new:
+            found.append(("make", os.path.abspath(path)))
+        return handle
+
+    def writing(handle: int, *data: Any) -> int:
+        found.append(("write", path_of(handle)))
+        return pwrite(handle, *data)
+
+    mkdir, opened, pwrite = os.mkdir, os.open, os.pwrite
 
     def flushing(original: Any) -> Any:
         def call(handle: Any) -> None:
             number = handle if isinstance(handle, int) else handle.fileno()
             original(handle)
-            found.append(("flush", os.readlink(f"/proc/self/fd/{number}")))
+            found.append(("flush", path_of(number)))
 
         return call
 
@@ -37,6 +58,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
 
         return call
 
+    monkeypatch.setattr(os, "mkdir", making)
+    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(os, "pwrite", writing)
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, flushing(getattr(os, name)))
     for name in ("rename", "replace"):
@@ -44,10 +68,21 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Event]]:
     yield found
 
 
-def save(root: Path, iteration: int, value: float) -> Path:
+def save(root: Path, iteration: int, value: float, attached: tuple[str, ...] = ()) -> Path:
     shape = (5, 7)
-    data = torch.full((prod(shape),), value)
-    return checkpoint.save(root, iteration, {"w": LocalShard(shape, (0, 0), shape, 0, prod(shape), data)}, {"v": value})
+    shards = {"w": LocalShard(shape, (0, 0), shape, 0, prod(shape), torch.full((prod(shape),), value))}
+    return checkpoint.save(root, iteration, shards, {"v": value}, attached=dict.fromkeys(attached, b"content"))
+
+
+def assert_flushed(events: list[Event], until: int) -> None:
+    """A file is flushed after its last write, and the folder that names a file or folder after it was made."""
+    before = events[:until]
+    renamed = {source for kind, source, *_ in events if kind == "rename"}
+    for place, (kind, path, *_) in enumerate(before):
+        if kind == "write":
+            assert ("flush", path) in before[place:], f"{path} is not flushed"
+        elif kind == "make" and path not in renamed:
+            assert ("flush", os.path.dirname(path)) in before[place:], f"the name of {path} is not flushed"
 
 
 @for_each("at", [1, 2])
@@ -98,6 +133,30 @@ def test_what_is_named_is_on_the_disk(again: bool, tmp_path: Path, events: list[
     assert any(named < i < pointed for i in flushes)
     assert named < pointed and at("flush", written) < pointed < max(flushes)
     assert (root / "latest").read_text().strip() == path.name
+
+
+def test_everything_that_a_save_makes_is_on_the_disk(tmp_path: Path, events: list[Event]) -> None:
+    """Also attached files, the folder of these, and folders above --save."""
+    root = tmp_path.resolve() / "new" / "s"
+    path = save(root, 4, 2.0, attached=("tokenizer/tokenizer.json", "tokenizer/more.json"))
+    (named,) = (at for at, event in enumerate(events) if event[0] == "rename" and event[2] == str(path))
+    made = {os.path.relpath(event[1], root) for event in events[:named] if event[0] == "make"}
+    partial = ".iter_0000004.partial"
+    files = "rank_00000.safetensors", "state.json", "manifest.json", "tokenizer/tokenizer.json", "tokenizer/more.json"
+    assert made == {"..", ".", partial, f"{partial}/tokenizer", *(f"{partial}/{name}" for name in files)}
+    assert_flushed(events, named)
+
+
+def test_everything_in_a_new_folder_is_on_the_disk(tmp_path: Path, events: list[Event]) -> None:
+    target = tmp_path.resolve() / "above" / "made"
+    with new_folder(target) as folder:
+        (folder / "deep" / "deeper").mkdir(parents=True)
+        for name in ("a", "deep/b", "deep/deeper/c"):
+            (folder / name).write_text("content")
+            events += [("make", str(folder / name)), ("write", str(folder / name))]
+    (named,) = (at for at, event in enumerate(events) if event[0] == "rename" and event[2] == str(target))
+    assert_flushed(events, named)
+    assert ("flush", str(target.parent)) in events[named:]
 
 
 def test_latest_is_replaced_and_never_written_to(tmp_path: Path) -> None:

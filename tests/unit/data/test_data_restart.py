@@ -272,3 +272,11 @@ def test_a_bad_line_late_keeps_the_work_and_skip_goes_on(tmp_path: Path, command
     preprocess_data.main(command("whole"))
     assert content(tmp_path / "x") == content(tmp_path / "whole")
     assert "resuming after" in capsys.readouterr().err
+
+
+def test_a_users_folder_by_the_name_of_the_work_folder_stays(tmp_path: Path) -> None:
+    (tmp_path / "p.partial").mkdir()
+    (tmp_path / "p.partial" / "notes.txt").write_text("notes")
+    with pytest.raises(ValueError, match=r"--output-prefix .*p: .*p.partial has files, and is not the work of an unf"):
+        WorkFolder(str(tmp_path / "p"), {})
+    assert content(tmp_path / "p.partial") == {"notes.txt": b"notes"}

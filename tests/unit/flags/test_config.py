@@ -299,14 +299,15 @@ def test_an_unknown_preset_is_refused(presets: Path) -> None:
         ('precision = "fp8"', r'precision = "fp8": Expected one of fp32, bf16'),
         ("data-path = [[1]]", r"data-path = \[\[1\]\]: Expected `str`, got `array`"),
         ('data-path = [true, "a"]', r"data-path = .*: Expected `str`, got `bool`"),
-        ("num-layers", r"not a TOML file"),
-        ("num-layers = 3\nnum-layers = 4", r"not a TOML file"),
+        ("num-layers", r"is not a TOML file"),
+        ("num-layers = 3\nnum-layers = 4", r"is not a TOML file"),
+        ("num-layers = " + "[" * 3000, r"is not a TOML file"),
     ],
 )
 def test_a_wrong_preset_is_refused(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=f"--preset {re.escape(str(path))}: {said}"):
+    with pytest.raises(ValueError, match=f"--preset {re.escape(str(path))}:? {said}"):
         read_preset(str(path))
 
 

@@ -53,7 +53,8 @@ def test_corpora_of_a_stage_replace_those_of_the_command(tmp_path: Path) -> None
 
 WRONG = {
     "no file": (None, "", "no such file|No such file"),
-    "no TOML": ("[[stage]\n", "", "no TOML file"),
+    "no TOML": ("[[stage]\n", "", "is not a TOML file"),
+    "nested deeply": ("a = " + "[" * 3000, "", "is not a TOML file: maximum recursion depth"),
     "no stage": ("seq-length = 3\n", "", "expected tables"),
     "a key beside the stages": (f"lr = 1.0\n{TWO}", "", "expected tables"),
     "no first sample": ("[[stage]]\nlr = 1.0\n", "", "stage 2: from-sample is missing"),

@@ -95,6 +95,24 @@ def test_a_resumed_run_cuts_what_it_computes_again(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
+def test_a_log_folder_that_is_moved_away_is_said_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The file is made again, unless another run has made one."""
+    path, away = tmp_path / "a" / "metrics.jsonl", tmp_path / "b" / "metrics.jsonl"
+    path.parent.mkdir()
+    file = MetricsFile(path, 0)
+    file.write(record(1))
+    path.parent.rename(away.parent)
+    file.write(record(2))
+    assert caplog.text.count("metrics.jsonl was moved, deleted or replaced before iteration 2 was logged") == 1
+    assert [r["iteration"] for r in read(away)] == [1] and [r["iteration"] for r in read(path)] == [2]
+    path.unlink()
+    path.write_text("another run's\n")
+    for iteration in (3, 4):
+        file.write(record(iteration))
+    file.close()
+    assert path.read_text() == "another run's\n" and caplog.text.count("was moved, deleted or replaced") == 2
+
+
 def test_a_resumed_run_may_find_no_file(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", 4, range(5, 6))
     assert [r["iteration"] for r in read(tmp_path / "metrics.jsonl")] == [5]

@@ -1,6 +1,7 @@
 """Goodput of a run from the files of its log folder, with numbers worked out by hand."""
 
 import json
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,3 +172,21 @@ def test_a_clock_divides_the_time_since_the_process_started() -> None:
     clock.mark("model")
     assert list(clock.parts) == ["process", "model"]
     assert 100 <= clock.parts["process"] < 200 > clock.parts["model"]
+
+
+def test_events_are_written_to_a_file_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A FIFO is not waited for, and the target of a link is not touched: both are a warning."""
+    target, events = tmp_path / "thesis.txt", tmp_path / "events.jsonl"
+    target.write_text("a thesis")
+    for make in (lambda: os.mkfifo(events), lambda: events.symlink_to(target)):
+        make()
+        begun = RunEvents(None, with_values(Config(), {"log-dir": str(tmp_path)}), cast(Any, SimpleNamespace(rank=0)))
+        begun.about = {}
+        begun.start(0, Lost())
+        begun.end(0, "done", {})
+        assert (
+            caplog.text.count(f"events.jsonl lacks an event: {events}: it is a folder, a FIFO, a device, or a li") == 2
+        )
+        caplog.clear()
+        events.unlink()
+    assert target.read_text() == "a thesis"

@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megazero.observe.loggers import MetricsFile
 from megazero.observe.report import runs as reading
 from megazero.observe.report.comparison import comparison
 from megazero.observe.report.curves import POINTS, chart_data, short_names
 from megazero.observe.report.heat_map import BOTTOM, LEFT, RIGHT, TOP, heat_map, ticks
 from megazero.observe.report.live import RELOAD_SECONDS, SHARE, LiveReport
-from megazero.observe.report.page import write_report
+from megazero.observe.report.lost_time import goodput_line
+from megazero.observe.report.page import cards, write_report
 from megazero.observe.report.report_command import PageServer
 from megazero.observe.report.runs import Curve, Run, curve, read_run, short, smooth, thin
 from scripts.plot_metrics import dashes, plot, twins
@@ -240,6 +242,97 @@ def test_curves_have_the_places_of_their_values() -> None:
     assert "Loss scale" not in [chart["title"] for chart in data["charts"]] and len(grids) == 3
 
 
+def test_which_numbers_stand_on_a_page(tmp_path: Path) -> None:
+    """Of values that differ between iterations and starts: the last, the least, the median or the largest."""
+    records = [
+        record(
+            i,
+            loss=10.0 - i,
+            step_seconds=float(i),
+            consumed_tokens=1000 * i,
+            tokens_per_second=[5.0, 40.0, 30.0, 10.0, 20.0][i - 1],
+            mfu=[0.5, 0.1, 0.2, 0.4, 0.3][i - 1],
+            memory_bytes={"parameters": 1000 * i, "peak": [3000, 9000, 5000, 4000, 6000][i - 1]},
+            traffic_bytes={"dp": 7000 - 1000 * i},
+            skipped=i in (2, 3),
+        )
+        for i in range(1, 6)
+    ]
+    for i, validation, accuracy in ((1, 3.0, 0.25), (3, 1.0, 0.75), (4, 2.0, 0.5)):
+        records[i - 1] |= {"validation_loss": validation, "task_acc": {"t": accuracy}, "task_items": {"t": 10 * i}}
+        records[i - 1] |= {"samples": [{"prompt": "p", "text": f"sample {i}"}], "moe_choices": {"0": [i, 9]}}
+    again = START | {"iteration": 2, "parameters": 2_000_000, "active_parameters": 500_000, "bytes_per_token": 2.0}
+    again |= {"config": START["config"] | {"training": {"train_iters": 9}}, "environment": {"torch": "2.14.0"}}
+    folder = write_run(tmp_path / "run", records, [START, again])
+    assert dict(cards(read_run(folder))) == {
+        "iterations": "5 of 9",
+        "time left, without evaluation and saving": "0:12",
+        "parameters": "2.00 M",
+        "parameters active per token": "500 k",
+        "training loss, mean of the last hundredth": "5.0000",
+        "validation loss": "2.0000",
+        "validation perplexity": "7.39",
+        "validation, bits per byte": "1.4427",
+        "its least": "1.0000 at iteration 3",
+        "t, accuracy": "0.500 (40 items)",
+        "tokens": "5.00 k",
+        "training time, without evaluation and saving": "0:15",
+        "tokens/s, median": "20",
+        "MFU, median": "30.0%",
+        "peak memory of rank 0": "9.00 kB",
+        "iterations without an update": "2",
+    }
+    _, shown = report_of(folder)
+    for words in ("parameters 5.00 kB", "peak of all at one instant 6.00 kB", "ZeRO 2.00 kB", "torch 2.14.0"):
+        assert words in shown.text, words
+    assert "After iteration 4 p sample 4" in shown.text and "sample 3" not in shown.text
+    assert "Loads of all experts in iteration 4" in shown.text
+    other = write_run(tmp_path / "other", [record(1, memory_bytes={"parameters": 1}, traffic_bytes={"dp": 3000})])
+    text = Page(comparison([folder, other])).text
+    assert "parameters 5.00 kB 1 bytes" in text and "ZeRO 2.00 kB 3.00 kB" in text and "loss 2.0000 -" in text
+
+
+# A key, in a record or in the last start, and its value, by which a page once ended in a traceback.
+FORGED: list[tuple[str, Any]] = [
+    ("iteration", 10**400), ("iteration", "x"), ("loss", "x"), ("loss", 10**400), ("step_seconds", "x"),
+    ("step_seconds", 1e308), ("consumed_tokens", [1]), ("tokens_per_second", {}), ("memory_bytes", "x"),
+    ("memory_bytes", {"peak": "x"}), ("traffic_bytes", [1]), ("samples", "x"), ("samples", [1]), ("moe_load", 5),
+    ("moe_load", {"0": "x", "1": 1.0}), ("moe_choices", {"0": [1], "1": [1, 2]}), ("moe_choices", {"0": "x"}),
+    ("task_acc", {"t": "x"}), ("task_acc", "x"), ("loss_by_corpus", 5), ("layer_grad_norm", {"0": -1.0}),
+    ("pause_seconds", {"save": "x"}), ("at", "x"), ("validation_loss", 10**400), ("start command", [1]),
+    ("start config", "x"), ("start config", {"training": "x"}),
+    ("start config", {"training": {"train_iters": 10**400}}),
+    ("start parameters", "x"), ("start layout", {"pp": 10**9, "split": []}), ("start layout", {"pp": 0, "split": []}),
+    ("start layout", "x"), ("start environment", "x"), ("start iteration", "x"), ("start bytes_per_token", 0),
+    ("start seconds", {"process": "x"}), ("start lost_iterations", 3), ("start given", [[1]]), ("start at", 1e308),
+    ("start stage", "x"), ("start time", [1]),
+]  # fmt: skip
+
+
+@for_each(("key", "value"), FORGED)
+def test_a_forged_log_has_a_report_without_the_line(key: str, value: Any, tmp_path: Path) -> None:
+    """Or with it, where the value is of no account. The page says which lines were left out."""
+    name = key.removeprefix("start ")
+    records, start = [record(i, pause_seconds={"save": 1.0}, at=1000.0 + i) for i in (1, 2, 3)], dict(START)
+    (records[1] if name == key else start).update({name: value})
+    folder = write_run(tmp_path / "run", records, [START | {"seconds": {"process": 1.0}, "at": 999.0}, start])
+    run = read_run(folder)
+    _, shown = report_of(folder)
+    assert len(run.faults) == 3 + 2 - len(run.records) - len(run.events) <= 1
+    assert ("1 line that no run wrote, which were left out" in shown.text) == bool(run.faults)
+    Page(comparison([folder, folder]))
+    goodput_line(run)
+    MetricsFile(folder / "metrics.jsonl", 1).close()
+
+
+@pytest.mark.second
+def test_a_config_of_an_older_run_that_is_nested_deeply_is_a_sentence(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [record(1)])
+    (folder / "config.toml").write_text("a = " + "[" * 3000)
+    with pytest.raises(ValueError, match=r"config.toml is not a TOML file: maximum recursion depth"):
+        comparison([folder, folder])
+
+
 # -- while the run trains
 
 
@@ -306,7 +399,8 @@ def test_a_long_file_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyP
     records = [record(i) | ({"validation_loss": 1.0} if i == 100 else {}) for i in range(1, 301)]
     rare = "moe_choices", "samples", "pause_seconds", "task_acc", "task_bits_per_byte"
     for number, key in enumerate(rare):
-        records[199 - 3 * number][key] = {"x": [1, 2]} if key == "moe_choices" else {"x": 1.0}
+        samples = [{"prompt": "a", "text": "b"}]
+        records[199 - 3 * number][key] = {"moe_choices": {"x": [1, 2]}, "samples": samples}.get(key, {"x": 1.0})
     folder = write_run(tmp_path / "run", records)
     whole = read_run(folder)
     monkeypatch.setattr(reading, "MAX_BYTES", (folder / "metrics.jsonl").stat().st_size // 2 - 1)

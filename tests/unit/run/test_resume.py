@@ -22,7 +22,7 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint.folders import PARTIAL
 from megazero.checkpoint.in_memory import run_folder
-from megazero.checkpoint.locking import SaveLock
+from megazero.checkpoint.locking import SaveLock, Taken
 from megazero.checkpoint.shards import LocalShard
 from megazero.data.corpora import parse_data_path
 from megazero.data.fingerprint import fingerprint
@@ -36,7 +36,7 @@ from megazero.run.resume import check_data, find_checkpoint, takes_memory
 from megazero.run.run_state import Progress, RunState, is_hugging_face
 from megazero.run.stopping import stopped_words
 from megazero.run.trainer import Trainer
-from megazero.world import STARTED
+from megazero.world import STARTED, Generation
 from tests.helpers.table import for_each
 
 STATE = RunState(1, 8, 1, None, asdict(ModelConfig()), {}, {}, run="ours")
@@ -179,6 +179,135 @@ def test_a_folder_with_nothing_to_load_is_refused(tmp_path: Path) -> None:
         find_checkpoint(config(load=folder))
 
 
+# A file of a checkpoint of each system -> its name in messages. None: it may be a model to load.
+OTHERS: dict[tuple[str, ...], str] = {
+    ("iter_0000100/mp_rank_00/model_optim_rng.pt", "latest_checkpointed_iteration.txt"): "Megatron-LM (iter_0000100/mp",
+    ("release/mp_rank_00_000/model_optim_rng.pt",): "Megatron-LM (release/mp",
+    ("latest_checkpointed_iteration.txt",): "Megatron-LM (latest",
+    ("iter_0000100/.metadata", "iter_0000100/metadata.json", "iter_0000100/__0_0.distcp"): "Megatron-LM (torch_dist)",
+    ("iter_0000100/common.pt", "iter_0000100/.metadata"): "Megatron-LM (torch_dist)",
+    ("latest=global_step10", "global_step10/mp_rank_00_model_states.pt"): "DeepSpeed (global_step10/mp",
+    ("latest=v3", "v3/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"): "DeepSpeed (v3/bf16",
+    ("zero_pp_rank_0_mp_rank_00_model_states.pt",): "DeepSpeed (zero_pp",
+    ("latest=global_step10", "zero_to_fp32.py"): "DeepSpeed (zero_to_fp32.py",
+    ("latest_universal=s", "s/zero/model.weight/fp32.pt", "s/mp_rank_00_model_states.pt"): "universal checkpoint",
+    ("step-10/.metadata", "step-10/__0_0.distcp"): "PyTorch (DCP) (step-10",
+    (".metadata", "__0_0.distcp"): "PyTorch (DCP) (.metadata",
+    ("checkpoint-500/trainer_state.json", "checkpoint-500/config.json"): "transformers' Trainer",
+    ("checkpoint-5/global_step5/mp_rank_00_model_states.pt", "checkpoint-5/optimizer.pt"): "transformers' Trainer",
+    ("model.safetensors", "random_states_0.pkl"): "Accelerate",
+    ("epoch=0-step=10.ckpt",): "PyTorch Lightning",
+    ("version_0/checkpoints/last.ckpt",): "PyTorch Lightning",
+    ("consolidated.00.pth", "params.json"): "torch.save",
+    ("ckpt.pt",): "torch.save",
+    ("10/_CHECKPOINT_METADATA",): "Orbax",
+    ("model.nemo",): "NeMo",
+}
+
+
+def contents(root: Path) -> dict[str, str]:
+    return {str(path.relative_to(root)): path.read_text() for path in root.rglob("*") if path.is_file()}
+
+
+def filled(root: Path, files: tuple[str, ...]) -> Path:
+    for name, _, text in (file.partition("=") if not file.startswith("epoch") else (file, "", "") for file in files):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@for_each(("files", "name"), OTHERS.items())
+def test_checkpoints_of_other_systems_are_named_and_never_written_among(
+    files: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
+    """As --load and --save, which is the command that resumes; as each alone; for exports; and for copies."""
+    theirs, new = filled(tmp_path / "theirs", files), tmp_path / "new"
+    before = contents(theirs)
+    for options in ({"load": theirs, "save": theirs}, {"load": theirs}, {"load": theirs, "save": new}):
+        with pytest.raises(ValueError, match=rf"--load .*theirs has .*{re.escape(name)}.*Hugging Face") as refused:
+            find_checkpoint(config(**options))
+        assert not isinstance(refused.value, checkpoint.Damaged)
+    for flag in ("save", "save_hf", "memory_checkpoint_dir"):
+        with pytest.raises(ValueError, match=rf"--{flag.replace('_', '-')} .*theirs has .*{re.escape(name)}"):
+            find_checkpoint(config(**{"save": new, flag: theirs}))
+    assert contents(theirs) == before
+
+
+def test_a_hugging_face_folder_is_loaded_and_never_saved_into(tmp_path: Path) -> None:
+    theirs = filled(tmp_path / "theirs", ("config.json={}", "model.safetensors", "latest=global_step10"))
+    assert find_checkpoint(config(load=theirs, save=tmp_path / "new")) == theirs
+    for load in ("", theirs):
+        with pytest.raises(ValueError, match=r"--save .*theirs has a Hugging Face model \(config.json\)"):
+            find_checkpoint(config(load=load, save=theirs))
+    exports = filled(tmp_path / "exports", ("iter_0000100/config.json={}", "iter_0000100/model.safetensors"))
+    with pytest.raises(ValueError, match=r"--save .*exports has a Hugging Face model \(iter_0000100/config.json\)"):
+        find_checkpoint(config(save=exports))
+    with pytest.raises(ValueError, match=r"iter_0000100: it is a Hugging Face model"):
+        find_checkpoint(config(load=exports))
+
+
+def test_files_of_other_systems_among_our_checkpoints(tmp_path: Path) -> None:
+    """A run goes on there, unless a save would replace one of theirs. A file may be named instead of its folder."""
+    mine = save(tmp_path / "ours", 8)
+    filled(tmp_path / "ours", ("best.pt", "global_step10/mp_rank_00_model_states.pt"))
+    assert find_checkpoint(config(load=mine.parent, save=mine.parent)) == mine
+    filled(tmp_path / "ours", ("iter_0000100/mp_rank_00/model_optim_rng.pt",))
+    assert find_checkpoint(config(load=mine.parent, save=tmp_path / "new")) == mine
+    with pytest.raises(ValueError, match=r"--save .*ours has .*Megatron-LM \(iter_0000100/mp_rank_00/model"):
+        find_checkpoint(config(load=mine.parent, save=mine.parent))
+    with pytest.raises(ValueError, match=r"--load .*best.pt has a file of torch.save \(best.pt\)"):
+        find_checkpoint(config(load=tmp_path / "ours" / "best.pt"))
+    with pytest.raises(ValueError, match=r"--load .*iter_0000100 has a checkpoint of Megatron-LM \(mp_rank_00/model"):
+        find_checkpoint(config(load=tmp_path / "ours" / "iter_0000100"))
+
+
+def test_a_latest_that_names_no_checkpoint_of_ours_starts_no_run(tmp_path: Path) -> None:
+    """Neither from random weights, nor over the file."""
+    filled(tmp_path, ("latest=v3", "notes.txt"))
+    with pytest.raises(ValueError, match=r"has no checkpoint, and .*latest is damaged: .*'v3'; name another"):
+        find_checkpoint(config(load=tmp_path, save=tmp_path))
+    with pytest.raises(ValueError, match=r"--save .*'v3'; a save would replace this file: name another folder"):
+        find_checkpoint(config(save=tmp_path))
+
+
+def test_a_latest_that_is_a_link_means_its_target(tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    for iteration in (4, 8):
+        save(ours, iteration)
+    (ours / "latest").unlink()
+    (ours / "latest").symlink_to("iter_0000004")
+    assert find_checkpoint(config(load=ours)) == ours / "iter_0000004"
+    save(ours, 9)  # replaces the link, and not its target
+    assert (ours / "latest").read_text() == "iter_0000009\n" and (ours / "iter_0000004").is_dir()
+    (ours / "latest").unlink()
+    (ours / "latest").symlink_to(ours / "iter_0000006")  # a target that is gone: what is before it
+    assert find_checkpoint(config(load=ours)) == ours / "iter_0000004"
+    (ours / "latest").unlink()
+    (ours / "latest").symlink_to(save(tmp_path / "other", 6))
+    with pytest.raises(ValueError, match=r"--load .*ours: `latest` is a link to .*other/iter_0000006; --load that"):
+        find_checkpoint(config(load=ours))
+
+
+def test_a_checkpoint_by_another_name_is_refused_with_its_name(tmp_path: Path) -> None:
+    for name in ("best", "iter_8", "iter_0000008.bak"):
+        save(tmp_path, 8).rename(tmp_path / name)
+        for options in ({"load": tmp_path / name}, {"load": tmp_path / name, "save": tmp_path / name}):
+            with pytest.raises(ValueError, match=rf"--load .*{name} is a checkpoint of iteration 8, .* iter_0000008"):
+                find_checkpoint(config(**options))
+
+
+def test_a_latest_that_is_a_folder_loses_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest" / "full").mkdir(parents=True)
+    save(tmp_path, 2)
+    assert "latest is no file, and does not name iter_0000002, which is saved; delete or move it" in caplog.text
+    assert find_checkpoint(config(load=tmp_path)) == tmp_path / "iter_0000002"
+    with pytest.raises(checkpoint.Damaged):  # it cannot be known which are abandoned
+        checkpoint.prune(tmp_path, 1, run="ours")
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["iter_0000001", "iter_0000002"]
+
+
 def test_a_damaged_state_falls_back_and_an_exact_load_does_not(tmp_path: Path) -> None:
     older, newer = save(tmp_path, 1), save(tmp_path, 2)
     (newer / "state.json").write_bytes(b" " + (newer / "state.json").read_bytes())
@@ -274,6 +403,47 @@ def test_a_forked_process_neither_holds_nor_drops_the_lock(tmp_path: Path) -> No
     finally:
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
+
+
+def test_a_lock_notices_that_its_folder_is_not_its_own_any_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Moved, deleted, or without its lock file it is locked again, unless another run has begun there."""
+    root, away = tmp_path / "s", tmp_path / "away"
+    lock = SaveLock(root)
+    save(root, 1)
+    lock.keep()
+    assert not caplog.text
+    (root / ".lock").unlink()
+    lock.keep()  # the checkpoints are its own
+    root.rename(away)
+    lock.keep()
+    assert caplog.text.count(f"--save {root} has lost the lock of this run") == 2
+    reader, writer = os.pipe()
+
+    def hold() -> None:
+        for where in (root, tmp_path / "new"):
+            with suppress(ValueError):
+                SaveLock(where)
+                os.write(writer, where.name.encode())
+        signal.pause()
+
+    root.rename(tmp_path / "away again")
+    holder = forked(hold)
+    try:
+        assert os.read(reader, 1) == b"s"
+        with pytest.raises(Taken, match=rf"--save {root} .* another run .*process {holder} on"):
+            lock.keep()
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+    with pytest.raises(Taken, match="another run"):  # it has ended: its folder is not ours
+        lock.keep()
+    (root / ".owner").unlink()
+    save(root, 9)
+    with pytest.raises(Taken, match="another run"):  # of an earlier version
+        lock.keep()
+    lock.release()
 
 
 # -- a later generation, while the process of an earlier one is frozen
@@ -378,7 +548,7 @@ def test_a_frozen_process_of_an_earlier_generation_changes_nothing_later(
     assert number > 30
 
 
-@for_each("text", [b"", b"{}", b'["a", 0, 1]'])
+@for_each("text", [b"{}", b'["a", 0, 1]', b"\0x"])
 def test_a_damaged_owner_refuses_the_run_with_a_way_out(text: bytes, tmp_path: Path) -> None:
     owner = tmp_path / ".owner"
     owner.write_bytes(text)
@@ -386,6 +556,22 @@ def test_a_damaged_owner_refuses_the_run_with_a_way_out(text: bytes, tmp_path: P
         SaveLock(tmp_path)
     owner.unlink()
     SaveLock(tmp_path).release()
+
+
+@for_each("generation", [None, 3])
+@for_each("text", [b"", b"\0" * 40])
+def test_an_owner_that_a_power_cut_emptied_names_nobody(
+    text: bytes, generation: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start takes the folder. A process that is running refuses, because it cannot know who saves there."""
+    if generation is not None:
+        monkeypatch.setattr("megazero.checkpoint.locking.this_generation", lambda: Generation("run", generation))
+    (tmp_path / ".owner").write_bytes(text)
+    SaveLock(tmp_path).release()
+    assert (tmp_path / ".owner").read_bytes().strip(b"\0")
+    (tmp_path / ".owner").write_bytes(text)
+    with nullcontext() if generation is None else pytest.raises(ValueError, match="if no other run saves there"):
+        checkpoint.folders.check_owner(tmp_path)
 
 
 def test_who_saves_after_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,20 @@ def test_duration() -> None:
     assert Clock(2.0, 5.0, lambda: 1100.0, 1000.0).wish(1120.0) == Wish.STOP_DURATION  # a job is not requeued for it
 
 
+def test_a_clock_that_is_set_moves_no_limit_but_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--exit-duration-minutes and --save-interval-minutes count seconds; the end of the job is a time of day."""
+    wall = time.time
+    for minutes, jump, wanted in ((60.0, 7200.0, 0), (60.0, -7200.0, 0)):
+        wishes = Wishes(clock=Clock(minutes, 0.0, lambda: None, wall(), save_minutes=30.0))
+        monkeypatch.setattr(time, "time", lambda jump=jump: wall() + jump)
+        assert wishes.now() == wanted
+        monkeypatch.setattr(time, "time", wall)
+    job = Wishes(clock=Clock(0.0, 5.0, lambda: wall() + 600))
+    assert job.now() == Wish.CONTINUE
+    monkeypatch.setattr(time, "time", lambda: wall() + 360)
+    assert job.now() == Wish.STOP_JOB_END
+
+
 def test_a_launch_begins_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STARTED, "900.5")
     assert launched() == 900.5
@@ -170,6 +184,21 @@ def test_the_stop_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wishes.now() == Wish.STOP_FILE
     wishes.obey(Wish.STOP_FILE)
     assert wishes.now() == Wish.STOP_NODES
+
+
+def test_a_stop_file_may_be_a_folder_or_a_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run has ended: what cannot be deleted is a warning."""
+    stop, target = tmp_path / "stop", tmp_path / "target"
+    wishes = Wishes(stop_file=stop)
+    target.touch()
+    for make in (stop.mkdir, lambda: os.mkfifo(stop), lambda: stop.symlink_to(target)):
+        make()
+        assert wishes.now() == Wish.STOP_FILE
+        wishes.obey(Wish.STOP_FILE)
+        assert wishes.now() == Wish.CONTINUE and target.exists()
+    (stop / "full").mkdir(parents=True)
+    wishes.obey(Wish.STOP_FILE)
+    assert f"{stop}: Directory not empty. Delete it, or the next start stops at once" in caplog.text
 
 
 def test_outside_a_job_there_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
