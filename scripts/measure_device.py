@@ -14,7 +14,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -43,6 +42,8 @@ def main() -> None:
     options = tyro.cli(Options)
     if options.rounds < 2 or options.ranks < 1:
         sys.exit("measure_device.py: --rounds must be at least 2, --ranks at least 1")
+    import torch  # here, because an import of megazero sets variables that it reads when it is imported
+
     if torch.cuda.is_available():
         of_gpu(options)
         return
@@ -56,6 +57,8 @@ def main() -> None:
 
 def of_gpu(options: Options) -> None:
     """Measure the first GPU, and show each constant next to the one that it replaces."""
+    import torch
+
     card = torch.cuda.get_device_name(0)
     like = load_device(options.like) if options.like else find_card(card)
     if like is None:
