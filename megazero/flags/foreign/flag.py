@@ -2,12 +2,14 @@
 
 import ast
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from megazero.engine.options.limits import MOST_LAYERS
-from megazero.flags.batch_ramp import data_parallel_size
+from megazero.flags.batch_ramp import BatchSizes, data_parallel_size
 from megazero.flags.flag_names import flags
 
 LONGEST = 1000  # characters of a list of layers
@@ -81,12 +83,17 @@ class ForeignFlag:
         ]
         return max(1, data_parallel_size(ranks, *sizes))
 
-    def iterations(self, samples: float) -> float:
-        """Convert a number of samples to iterations."""
-        if "rampup-batch-size" in self.ours:
-            raise Refused("with --rampup-batch-size the samples of an iteration change; give the flag in -iters")
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch of each iteration. A ramp that leads nowhere is refused later, and ignored here."""
         batch = self.get_whole("global-batch-size") or self.get_whole("micro-batch-size") * self.data_parallel()
-        return samples / max(1, batch)
+        ramp = [
+            whole_number(word) for word in re.findall(r"[^\s,()]+", " ".join(self.ours.get("rampup-batch-size", ())))
+        ]
+        return BatchSizes(max(1, batch), *(ramp if len(ramp) == 3 and min(ramp) > 0 else ()))
+
+    def iterations(self, samples: float) -> Fraction:
+        """Convert a number of samples to iterations, whose batches grow with --rampup-batch-size."""
+        return self.batch_sizes().iterations(samples)
 
 
 def read_number(word: str, name: str = "") -> float:

@@ -166,7 +166,7 @@ def linear_scaling(flag: ForeignFlag) -> list[str]:
 
 
 def train_length(flag: ForeignFlag) -> list[str]:
-    """--train-iters: samples / --global-batch-size, rounded down; nothing if --train-tokens are fewer"""
+    """--train-iters: samples / the batch of each iteration, rounded down; nothing if --train-tokens are fewer"""
     tokens, samples = flag.get_whole("train-tokens"), flag.number()
     if tokens and tokens > samples * flag.get_whole("seq-length"):
         raise Refused(f"--train-tokens {tokens} are more, and the shorter one counts; drop --train-tokens")
@@ -180,19 +180,38 @@ def _length(flag: ForeignFlag) -> int:
 
 
 def in_iterations(flag: ForeignFlag) -> list[str]:
-    """the same flag in -iters: samples, or tokens / --seq-length, / --global-batch-size, rounded"""
+    """the same flag in -iters: samples, or tokens / --seq-length, / the batch of each iteration, rounded"""
     base, _, unit = flag.name.rpartition("-")
     samples = flag.number() / (max(1, flag.get_whole("seq-length")) if unit == "tokens" else 1)
-    return [f"--{base}-iters", str(max(1, round(flag.iterations(samples))) if samples else 0)]
+    found = flag.iterations(samples)
+    if base == "lr-wsd-decay":  # the last iterations of the decay, whose batches differ from those of a ramp
+        end = _decay_samples(flag)
+        found = flag.iterations(end) - flag.iterations(end - samples)
+    return [f"--{base}-iters", str(max(1, round(found)) if samples else 0)]
+
+
+def _decay_samples(flag: ForeignFlag) -> float:
+    """Return the samples at which the decay of the learning rate ends."""
+    seq = max(1, flag.get_whole("seq-length"))
+    for tokens, samples in (
+        (flag.word(f"{base}-tokens"), flag.word(f"{base}-samples")) for base in ("lr-decay", "train")
+    ):
+        if tokens or samples:
+            return read_number(samples) if samples else read_number(tokens) / seq
+    if tokens := flag.get_whole("train-tokens"):
+        return tokens / seq
+    return flag.batch_sizes().total(flag.get_whole("lr-decay-iters") or flag.get_whole("train-iters"))
 
 
 def warmup_fraction(flag: ForeignFlag) -> list[str]:
-    """--lr-warmup-iters: the fraction of --lr-decay-iters or --train-iters, rounded (warmup_ratio: up)"""
+    """--lr-warmup-iters: the fraction of the samples of the decay, rounded to iterations (warmup_ratio: up)"""
     share = flag.number()
     if not 0 <= share <= 1:
         raise Refused(f"{flag.value} is not a fraction; --lr-warmup-iters takes iterations")
     if flag.name == "warmup-ratio":  # 0 leaves it to --warmup_steps
         return ["--lr-warmup-iters", str(math.ceil(share * _length(flag)))] if share else []
+    if "rampup-batch-size" in flag.ours:
+        return ["--lr-warmup-iters", str(round(flag.iterations(share * _decay_samples(flag))))]
     total = flag.get_whole("lr-decay-iters") or _length(flag)
     return ["--lr-warmup-iters", str(round(share * total))]
 

@@ -192,6 +192,59 @@ def test_translations_count_data_parallel_ranks_as_the_layout_does() -> None:
             assert config.training.train_iters == 1920 // (steps * 2 * dp), axes
 
 
+def consumed_by_hand(ramp: tuple[int, int, int], full: int, iterations: int) -> list[int]:
+    """The samples consumed before each iteration, as Megatron-LM's loop counts them."""
+    (start, increment, samples), consumed = ramp, [0]
+    while len(consumed) <= iterations:
+        size = full
+        if consumed[-1] < samples:
+            size = start + int(consumed[-1] / (samples / ((full - start) / increment))) * increment
+        consumed.append(consumed[-1] + size)
+    return consumed
+
+
+RAMPS = [((16, 16, 5000), 128), ((32, 32, 960), 64), ((4, 4, 100), 16), ((16, 16, 60_000), 1024)]
+
+
+@for_each(("ramp", "full"), RAMPS)
+def test_samples_are_iterations_over_the_ramp_of_the_batch(ramp: tuple[int, int, int], full: int) -> None:
+    """Lengths, warm-ups and ends of the decay, given in samples, tokens, or as a fraction; in the ramp and after it."""
+    far = 40 + 2 * ramp[2] // ramp[0]
+    consumed, words = consumed_by_hand(ramp, full, far), f"--rampup-batch-size {' '.join(map(str, ramp))}"
+    words += f" --global-batch-size {full} --seq-length 64"
+
+    def length_of(samples: float) -> int:
+        return max(n for n in range(far) if consumed[n] <= samples)
+
+    def nearest(samples: float) -> int:
+        return min(range(1, far), key=lambda n: abs(consumed[n] - samples))
+
+    for at in (3, far // 3, far // 2, far - 20):
+        samples, end = consumed[at] + 1, consumed[far - 5]
+        for theirs, expected in (
+            (f"--train-samples {samples}", f"--train-iters {length_of(samples)}"),
+            (f"--lr-warmup-samples {samples}", f"--lr-warmup-iters {nearest(samples)}"),
+            (f"--lr-warmup-tokens {samples * 64}", f"--lr-warmup-iters {nearest(samples)}"),
+            (f"--lr-decay-samples {samples}", f"--lr-decay-iters {nearest(samples)}"),
+            (f"--train-samples {end} --lr-warmup-fraction 0.25",
+             f"--train-iters {far - 5} --lr-warmup-iters {nearest(end / 4)}"),
+            (f"--train-samples {end} --lr-wsd-decay-samples {end - samples}",
+             f"--train-iters {far - 5} --lr-wsd-decay-iters {far - 5 - at}"),
+        ):  # fmt: skip
+            assert ours(f"{words} {theirs}") == f"{words} {expected}"
+    assert read(f"{words} --train-samples {consumed[9]}".split()).notes == [
+        f"translated: --train-samples {consumed[9]} is --train-iters 9"
+    ]
+
+
+def test_a_ramp_of_a_preset_is_one_and_a_wrong_ramp_is_left_to_its_own_refusal(tmp_path: Path) -> None:
+    preset = tmp_path / "p.toml"
+    preset.write_text("rampup-batch-size = [4, 4, 24]\nglobal-batch-size = 8\n")  # 4, 4, 4, 4, 4, 4, 8, ...
+    assert parse(["--preset", str(preset), "--train-samples", "40"]).training.train_iters == 8
+    for ramp in ("0 4 24", "4 0 24", "4 4 0", "4 -4 24"):
+        assert translate(f"--rampup-batch-size {ramp} --train-samples 80 --global-batch-size 8".split()).answers
+
+
 def test_the_last_of_two_spellings_wins() -> None:
     assert parse("--bf16 --precision fp16".split()).training.precision == "fp16"
     assert parse("--precision fp16 --bf16".split()).training.precision == "bf16"
