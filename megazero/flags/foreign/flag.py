@@ -13,11 +13,16 @@ from megazero.flags.batch_ramp import BatchSizes, data_parallel_size
 from megazero.flags.flag_names import flags
 
 LONGEST = 1000  # characters of a list of layers
+UNSET = ("none", "null", "[]", "")  # values that leave a flag or key to its default
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class Refused(Exception):
     """A foreign flag cannot be translated; the text is the reason or the replacement."""
+
+
+class Overridden(Exception):
+    """A flag or key does not count; the text is the flag that does, as the command line has it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,10 @@ class ForeignFlag:
     def on(self) -> bool:
         """Return True if a switch has no value, or one for true."""
         return not self.values or truth(self.value)
+
+    def is_off(self) -> bool:
+        """Return whether the only word asks for nothing; for a key of a DeepSpeed file, 0 too."""
+        return is_off(self.value, zero=self.name.startswith("file."))
 
     def word(self, foreign: str) -> str:
         """The only word of another foreign flag; empty if that is missing, or has several words."""
@@ -145,6 +154,11 @@ def _digits(node: ast.expr) -> str:
         case _:
             raise ValueError
     return found if len(found) <= MOST_LAYERS else ""
+
+
+def is_off(word: str, zero: bool = True) -> bool:
+    """Return whether a value leaves something to its default, or switches it off; 0 does so if `zero`."""
+    return word.lower() in (*UNSET, *FALSE[:3]) or (zero and word in ("0", "0.0"))
 
 
 def truth(word: str) -> bool:

@@ -14,7 +14,15 @@ from megazero.flags.architecture_flags import flags_of
 from megazero.flags.config import MOST_MINUTES
 from megazero.flags.corpus_flags import is_number
 from megazero.flags.flag_names import flags
-from megazero.flags.foreign.flag import FALSE, ForeignFlag, Refused, layer_letters, read_number, whole_number
+from megazero.flags.foreign.flag import (
+    FALSE,
+    ForeignFlag,
+    Overridden,
+    Refused,
+    layer_letters,
+    read_number,
+    whole_number,
+)
 from megazero.flags.foreign.flag_table import Foreign, kebab
 
 
@@ -87,7 +95,7 @@ def unneeded(flag: ForeignFlag) -> list[str]:
 
 
 def refused(flag: ForeignFlag) -> list[str]:
-    if len(flag.values) == 1 and flag.value.lower() in FALSE[:3]:
+    if len(flag.values) == 1 and (flag.value.lower() in FALSE[:3] or flag.is_off()):
         return []
     raise Refused(flag.argument)
 
@@ -198,8 +206,8 @@ def _decay_samples(flag: ForeignFlag) -> float:
     ):
         if tokens or samples:
             return read_number(samples) if samples else read_number(tokens) / seq
-    if tokens := flag.get_whole("train-tokens"):
-        return tokens / seq
+    if length := flag.get_whole("train-tokens"):
+        return length / seq
     return flag.batch_sizes().total(flag.get_whole("lr-decay-iters") or flag.get_whole("train-iters"))
 
 
@@ -315,11 +323,13 @@ def accumulation(flag: ForeignFlag) -> list[str]:
     if not file_batch:
         return ["--global-batch-size", str(steps * flag.get_whole("micro-batch-size") * ranks)]
     chosen = flag.ours.get("layout") == ("auto",) or "plan-search" in flag.ours
-    if (file_batch,) != flag.ours.get("global-batch-size") or chosen:
-        return []  # the command line has another batch, or the layout and with it the micro-batch is chosen later
+    if chosen:
+        return []  # the layout and with it the micro-batch is chosen later
+    if (file_batch,) != flag.ours.get("global-batch-size"):
+        raise Overridden(f"--global-batch-size {flag.get('global-batch-size')}")
     batch, file_micro = whole_number(file_batch), flag.word("file.train-micro-batch-size-per-gpu")
     if file_micro and (file_micro,) != flag.ours.get("micro-batch-size"):
-        return []
+        raise Overridden(f"--micro-batch-size {flag.get('micro-batch-size')}")
     micro = whole_number(file_micro) if file_micro else max(1, batch // (steps * ranks))
     if micro * steps * ranks != batch:
         raise Refused(
@@ -339,6 +349,16 @@ def scheduled_rate(flag: ForeignFlag) -> list[str]:
                 "same, or drop one"
             )
     return ["--lr", flag.value]
+
+
+def bucket(flag: ForeignFlag) -> list[str]:
+    """--reduce-bucket-size, unless it is 0"""
+    return ["--reduce-bucket-size", flag.value] if flag.number() else []
+
+
+def shard_group(flag: ForeignFlag) -> list[str]:
+    """--zero-shard-size, if it is more than 1"""
+    return ["--zero-shard-size", flag.value] if flag.whole() > 1 else []
 
 
 def minutes(flag: ForeignFlag) -> list[str]:
@@ -423,7 +443,21 @@ def betas(flag: ForeignFlag) -> list[str]:
 CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
     function.__name__: function
     for function in (
-        *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
+        *(
+            rename,
+            words,
+            choose,
+            pairs,
+            only,
+            unneeded,
+            refused,
+            minutes,
+            bucket,
+            shard_group,
+            exit_duration,
+            profile,
+            validation_share,
+        ),
         *(scale_power, betas, scheduled_rate, words_unless_given, architecture, virtual_stages, output),
         *(recomputed_layers, recomputed_modules),
         *(layer_pattern, linear_scaling, run_name, report, resume, accumulation),
