@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from megazero.called_as import in_own_words
+
 # Variables of launchers of MPI: Open MPI, MPICH and Hydra, MVAPICH, Intel MPI, LSF's jsrun, Cray's PALS.
 MPI_SIZES = (
     "OMPI_COMM_WORLD_SIZE",
@@ -27,6 +29,8 @@ WAY_OUT = "start ranks with torchrun, srun or scripts/launch.sh, or unset RANK a
 # Variables that the launcher of an elastic run sets when it begins, for the ranks of all generations.
 STARTED = "MEGAZERO_STARTED"  # Unix time
 BEFORE = "MEGAZERO_BEFORE"  # `checkpoint.folders.save_mark` of --save
+# Variable of a launcher: a file that rank 0 writes once all ranks have begun.
+BEGUN = "MEGAZERO_BEGUN"
 
 
 class World(NamedTuple):
@@ -270,6 +274,7 @@ def report_to_launcher(message: str) -> None:
     """Leave the message of a failed rank in the file that torchrun reads. Never raises."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
+        message = in_own_words(message)
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megazero.checkpoint.folders import save_mark
 from megazero.files import write_atomically
+from megazero.world import BEGUN
 
-BEGUN = "MEGAZERO_BEGUN"  # pretrain.sbatch reads the file of this name
 ANSWER_SECONDS = 30  # slurmctld can be slow, and a run must not hang on it
 
 
@@ -36,9 +36,9 @@ def job_id() -> str | None:
 
 
 def report_begin(save: str) -> None:
-    """Tell pretrain.sbatch, if it started this run, that all ranks have begun and note signals. Rank 0 calls it.
+    """Tell pretrain.sbatch or the launcher that all ranks have begun, and note signals. Rank 0 calls it.
 
-    Its file has two lines: the folder of --save, and its mark; empty ones without --save. A container may hide the
+    The file has two lines: the folder of --save, and its mark; empty ones without --save. A container may hide the
     folder of the file: the script then knows the flags of the command line alone.
     """
     if path := os.environ.get(BEGUN):

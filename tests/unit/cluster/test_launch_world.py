@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from megazero.cluster.same_start import difference
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.mesh.peer_errors import PeerLost, peer_errors, ranks_text
 from megazero.engine.plan.layout.topology import Layout
-from megazero.world import MPI_SIZES, World, node_names, read_world
+from megazero.world import MPI_SIZES, World, node_names, read_world, report_to_launcher
 from tests.helpers.programs import free_port, listening, own_address
 from tests.helpers.ranks import Program, Ranks
 from tests.helpers.table import for_each
@@ -190,6 +191,17 @@ def test_the_nodes_of_slurms_list_are_named(nodes: str, names: str) -> None:
 def test_no_list_of_nodes_is_refused(nodes: str) -> None:
     with pytest.raises(ValueError, match="export MASTER_ADDR"):
         list(node_names(nodes))
+
+
+def test_the_launcher_gets_a_message_in_the_words_of_the_installed_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(sys, "argv", ["/bin/megazero", "train"])
+    report_to_launcher("error: start 2 (bash scripts/launch.sh --nproc 2 ...)")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"].endswith(
+        "(megazero launch --nproc 2 ...)"
+    )
 
 
 # -- joining
