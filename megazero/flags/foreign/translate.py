@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from megazero.flags.foreign.values import spell, translate_value
 from megazero.flags.limit_checks import check_text, shorten
 
 OWN_WORDS = ("preset", "hf-config", "help")  # flags of the parser, not of the configuration
+QUOTED = re.compile(r"^\s*(['\"])([\w\s.,:+*()\[\]-]*)\1\s*$")
 DEEPSPEED_FLAGS = ("deepspeed", "deepspeed-config", "ds-config")  # a JSON file may follow
 
 
@@ -115,7 +117,7 @@ def translate(
     Raises:
         ValueError: a DeepSpeed file cannot be read.
     """
-    items = _with_file_keys([_spell(item) for item in split_items(argv)])
+    items = _with_file_keys([_spell(_unquoted(item)) for item in split_items(argv)])
     theirs = {at: find_entry(item.name) for at, item in enumerate(items) if item.name and not is_ours(item.name)}
     foreign = {items[at].name.lower(): items[at].values for at in theirs}
     known = {name: (str(value),) for name, value in (preset or {}).items()}
@@ -190,6 +192,11 @@ def _flag(own: Item) -> str:
 
 def _words(items: Sequence[Item]) -> tuple[str, ...]:
     return tuple(word for item in items for word in item.words())
+
+
+def _unquoted(item: Item) -> Item:
+    """Remove quotes that a shell script has left around values that are no paths, such as --split "'99,1,0'"."""
+    return item._replace(values=tuple(QUOTED.sub(r"\2", value) for value in item.values))
 
 
 def _spell(item: Item) -> Item:

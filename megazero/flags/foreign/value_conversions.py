@@ -16,6 +16,7 @@ from megazero.flags.corpus_flags import is_number
 from megazero.flags.flag_names import flags
 from megazero.flags.foreign.flag import (
     FALSE,
+    TRUE,
     ForeignFlag,
     Overridden,
     Refused,
@@ -389,9 +390,20 @@ def report(flag: ForeignFlag) -> list[str]:
 
 def resume(flag: ForeignFlag) -> list[str]:
     """--load; True: of --save"""
-    if flag.value.lower() == "false":
+    if flag.is_off():
         return []
-    return ["--load", flag.get("save") if flag.value.lower() == "true" else flag.value]
+    if flag.value.lower() not in TRUE[:3]:
+        return ["--load", flag.value]
+    if not flag.get("save"):
+        raise Refused("there is no folder to resume from; add --output_dir DIR, or name the folder of checkpoints here")
+    return ["--load", flag.get("save")]
+
+
+def data_seed(flag: ForeignFlag) -> list[str]:
+    """--seed, unless it is given: one seed is for weights and data"""
+    if "seed" in flag.ours and flag.get("seed") != flag.value:
+        raise Overridden(f"--seed {flag.get('seed')}")
+    return ["--seed", flag.value]
 
 
 def interval(flag: ForeignFlag) -> list[str]:
@@ -460,7 +472,7 @@ CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
         ),
         *(scale_power, betas, scheduled_rate, words_unless_given, architecture, virtual_stages, output),
         *(recomputed_layers, recomputed_modules),
-        *(layer_pattern, linear_scaling, run_name, report, resume, accumulation),
+        *(layer_pattern, linear_scaling, run_name, report, resume, data_seed, accumulation),
         *(rename_with_experts, refused_with_experts, expert_layers, balance),
         *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
     )

@@ -118,6 +118,15 @@ SAME = [
     ("--do_train --do_eval --eval_strategy steps --eval_steps 7", "--eval-interval 7"),
     ("--do_eval --eval-only --load x", "--eval-only --load x"),
     ("--save x --resume_from_checkpoint True", "--save x --load x"),
+    ("--resume_from_checkpoint None --data_seed 7", "--seed 7"),
+    ("--seed 42 --data_seed 7", "--seed 42"),
+    ("--data_seed 7 --seed 42", "--seed 42"),
+    ("--split '99,1,0' --lr-decay-style \"cosine\" --adam-beta1 '0.8'", "--split 99,1,0 --lr-decay-style cosine "
+     "--adam-beta1 0.8"),
+    ("--precision bf16 --main-grads-dtype bf16 --repeated-dataloader", "--precision bf16 --grad-dtype bf16"),
+    ("--sequence-parallel --micro-batch-size 2", "--micro-batch-size 2"),
+    ("--sequence-parallel --tp 2", "--sequence-parallel --tensor-model-parallel-size 2"),
+    ("--ddp-bucket-size 0 --zero-reduce-bucket-size 0 --remote-device none", ""),
     ("--torch_dtype bfloat16 --gradient_checkpointing True", "--precision bf16 --recompute full"),
     ("--lr-decay-style WSD --lr-wsd-decay-samples 64 --global-batch-size 8",
      "--lr-decay-style wsd --lr-wsd-decay-iters 8 --global-batch-size 8"),
@@ -302,6 +311,10 @@ REFUSED = [
     ("--lr-warmup-fraction 1.5", "1.5 is not a fraction"),
     ("--bf16 maybe", "maybe is neither true nor false"),
     ("--train-samples many", "many is not a number"),
+    (
+        "--resume_from_checkpoint True",
+        "--resume_from_checkpoint True: there is no folder to resume from; add --output_dir",
+    ),
     ("--do_eval --max_steps 70", "--eval-only --load DIR evaluates a checkpoint alone, --eval-interval 70 the"),
     ("--do_train --do_eval --eval_strategy steps --max_steps 70", "--eval-interval N, such as 7"),
     ("--validation_split_percentage 100", "100 is not a percentage"),
@@ -750,6 +763,13 @@ def test_docs_megatron_md_has_every_other_default() -> None:
                 assert cells[flag]["here"] == here
                 there = there["there"] if isinstance(there, dict) else short_value(there)
                 assert there in [part.split(" (")[0] for part in cells[flag][system].split(", ")], (system, flag)
+
+
+def test_what_has_no_effect_is_reported() -> None:
+    assert read("--sequence-parallel".split()).notes == [
+        "--sequence-parallel has no effect, because --tensor-model-parallel-size is 1"
+    ]
+    assert read("--seed 42 --data_seed 7".split()).notes == ["translated: --data_seed 7, overridden by --seed 42"]
 
 
 def test_the_given_flags_are_known(tmp_path: Path) -> None:
