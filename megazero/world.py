@@ -6,14 +6,31 @@ import os
 import re
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from megazero.called_as import in_own_words
+
+# Variables of launchers of MPI: Open MPI, MPICH and Hydra, MVAPICH, Intel MPI, LSF's jsrun, Cray's PALS.
+MPI_SIZES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "MPI_LOCALNRANKS",
+    "JSM_NAMESPACE_SIZE",
+    "PALS_LOCAL_SIZE",
+)
+TASKS = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")  # tasks of a node, and of how many nodes
+NODE = r"(?:[\w.-]|\[\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*\])+"
 
 WAY_OUT = "start ranks with torchrun, srun or scripts/launch.sh, or unset RANK and WORLD_SIZE to train with one process"
 
 # Variables that the launcher of an elastic run sets when it begins, for the ranks of all generations.
 STARTED = "MEGAZERO_STARTED"  # Unix time
 BEFORE = "MEGAZERO_BEFORE"  # `checkpoint.folders.save_mark` of --save
+# Variable of a launcher: a file that rank 0 writes once all ranks have begun.
+BEGUN = "MEGAZERO_BEGUN"
 
 
 class World(NamedTuple):
@@ -53,24 +70,34 @@ class Generation(NamedTuple):
 def read_world() -> World:
     """Read torchrun's variables, or else those of an srun step; without either, this is a single process.
 
-    A plain process inside a batch script or an salloc shell is single: only the tasks of a step have peers.
+    A plain process inside a batch script or an salloc shell is single: only the tasks of a step have peers. They meet
+    on the first node of the step, unless MASTER_ADDR and MASTER_PORT are set, which this function sets then.
 
     Raises:
-        ValueError: a variable that is missing, no number or out of range.
+        ValueError: a variable that is missing, no number or out of range; or another launcher's.
     """
     env = os.environ
     if "RANK" in env or "WORLD_SIZE" in env:
         world = World(number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK", 0), "torchrun")
     elif "SLURM_STEP_NUM_TASKS" in env and number("SLURM_STEP_NUM_TASKS") > 1:  # a batch shell has SLURM_NTASKS too
         world = World(number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS"), number("SLURM_LOCALID"), "srun")
+        if "SLURM_PTY_PORT" in env:
+            raise ValueError(
+                f"this process belongs to an interactive step of {world.size} tasks (srun --pty), and would wait for "
+                "the others; to train with one process, unset SLURM_STEP_NUM_TASKS; else leave --pty out"
+            )
     else:
+        _refuse_other_launchers()
         return World(0, 1, 0, "single")
     if world.size < 1 or not 0 <= world.rank < world.size or world.local_rank < 0:
         raise ValueError(
             f"RANK={world.rank} with WORLD_SIZE={world.size} and LOCAL_RANK={world.local_rank}: ranks are numbered "
             f"from 0 to WORLD_SIZE - 1; {WAY_OUT}"
         )
+    _check_local(world)
     if world.size > 1:
+        if world.launcher == "srun":
+            _meet_on_first_node()
         if not ("MASTER_ADDR" in env and "MASTER_PORT" in env):
             raise ValueError(
                 f"{world.size} ranks were started, but MASTER_ADDR and MASTER_PORT are not set; use "
@@ -79,6 +106,81 @@ def read_world() -> World:
         if not 0 < number("MASTER_PORT") < 1 << 16:
             raise ValueError(f"MASTER_PORT={env['MASTER_PORT']}: a port is a number from 1 to 65535; export another")
     return world
+
+
+def _refuse_other_launchers() -> None:
+    """Refuse several processes of mpirun or another launcher, because each would train alone."""
+    sizes = {name: number(name) for name in MPI_SIZES if name in os.environ}
+    alone = "to train with one process, unset "
+    for name in (name for name, size in sizes.items() if size > 1):
+        raise ValueError(
+            f"{name}={sizes[name]}: a launcher of MPI started this process and others, and each would train alone; "
+            f"start ranks with scripts/launch.sh --nproc {sizes[name]}, torchrun or srun; {alone}{name}"
+        )
+    if not sizes and os.environ.get("PMIX_RANK", "0") != "0":
+        raise ValueError(
+            f"PMIX_RANK={os.environ['PMIX_RANK']}: a launcher of MPI started this process and others, and each would "
+            f"train alone; start ranks with scripts/launch.sh, torchrun or srun; {alone}PMIX_RANK"
+        )
+
+
+def _check_local(world: World) -> None:
+    """Refuse numbers of ranks on this node that are impossible."""
+    name, env = "LOCAL_WORLD_SIZE", os.environ
+    if world.launcher == "srun":
+        name, counts = "SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_STEP_TASKS_PER_NODE", "1")
+        found = [(int(n), int(times or 1)) for n, times in TASKS.findall(counts)]
+        total = sum(n * times for n, times in found)
+        if not re.fullmatch(rf"{TASKS.pattern}(,{TASKS.pattern})*", counts) or not all(map(all, found)):
+            raise ValueError(f"{name}={counts[:80]} is no list of tasks, such as 4(x2),3; {WAY_OUT}")
+        if name in env and total != world.size:
+            raise ValueError(
+                f"{name}={counts[:80]} are {total} tasks, and SLURM_STEP_NUM_TASKS={world.size}; {WAY_OUT}"
+            )
+    elif name in env and not 0 < number(name) <= world.size:
+        raise ValueError(f"{name}={env[name]}: a node has 1 to WORLD_SIZE={world.size} ranks; {WAY_OUT}")
+    most = world.size if name not in env else local_size(world)
+    if world.local_rank >= most:
+        variable = "SLURM_LOCALID" if world.launcher == "srun" else "LOCAL_RANK"
+        raise ValueError(
+            f"{variable}={world.local_rank}: it must be less than {most}, the ranks of this node; {WAY_OUT}"
+        )
+
+
+def _meet_on_first_node() -> None:
+    """Set MASTER_ADDR and MASTER_PORT, unless they are set: the first node of the step, and a port of job and step."""
+    env = os.environ
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if nodes and "SLURM_JOB_ID" in env:
+        env.setdefault("MASTER_ADDR", next(node_names(nodes)))
+        env.setdefault("MASTER_PORT", str(10000 + (number("SLURM_JOB_ID") + number("SLURM_STEP_ID", 0)) % 20000))
+
+
+def node_names(nodes: str) -> Iterator[str]:
+    """Yield the names in SLURM's list of nodes, such as "n[01-03,7],m2".
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    if not re.fullmatch(rf"{NODE}(,{NODE})*", nodes):
+        raise ValueError(
+            f"SLURM's list of nodes {nodes[:80]!r} cannot be read; export MASTER_ADDR, the first node's name"
+        )
+    for name in re.findall(NODE, nodes):
+        yield from _expanded(name)
+
+
+def _expanded(name: str) -> Iterator[str]:
+    begin, bracket, rest = name.partition("[")
+    ranges, _, end = rest.partition("]")
+    if not bracket:
+        yield name
+        return
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            for tail in _expanded(end):
+                yield f"{begin}{number:0{len(first)}}{tail}"
 
 
 def number(name: str, default: int | None = None) -> int:
@@ -161,16 +263,18 @@ def mark_before() -> str:
 
 def tasks_of_node(tasks_per_node: str, node: int) -> int:
     """Return the number of tasks on a node by SLURM's list, such as "4(x2),3"; 1 if there is no such list."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
-        counts += [int(count)] * min(int(times or 1), node + 1)
-    return counts[node] if node < len(counts) else 1
+    for count, times in TASKS.findall(tasks_per_node):
+        node -= int(times or 1)
+        if node < 0:
+            return int(count)
+    return 1
 
 
 def report_to_launcher(message: str) -> None:
     """Leave the message of a failed rank in the file that torchrun reads. Never raises."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
+        message = in_own_words(message)
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))

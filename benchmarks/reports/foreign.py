@@ -1,4 +1,5 @@
-"""Generate the lists of docs/results/flags.md: the flags of other systems, and how many of public scripts are accepted.
+"""Generate the lists of docs/results/flags.md: the flags of other systems, and how many of public scripts are accepted;
+and the table of other defaults in docs/megatron.md.
 
 python -m benchmarks.reports.foreign
 """
@@ -16,6 +17,7 @@ from megazero.flags.cli import parse
 from megazero.flags.config import CheckpointConfig, DataConfig, LogConfig
 from megazero.flags.flag_names import flags
 from megazero.flags.foreign.flag_table import FLAGS, Foreign, kebab, read_table, read_values
+from megazero.flags.foreign.other_defaults import read_defaults, short_value
 from megazero.flags.foreign.translate import Answer, Translated, is_ours, split_items, translate
 from megazero.flags.foreign.value_conversions import CONVERSIONS
 from megazero.flags.help import FAMILY, help_of
@@ -23,6 +25,8 @@ from megazero.flags.resolve import resolve
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "flags.md"
 SCRIPTS = Path(__file__).with_name("foreign_scripts.toml")
+DEFAULTS_PAGE = PAGE.parents[1] / "megatron.md"
+CONDITIONS = {"file.optimizer": "`optimizer` in its file", "file.scheduler": "`scheduler` in its file"}
 RANKS = 64  # of the runs in the table of scripts: gradient accumulation depends on data-parallel ranks
 
 
@@ -123,6 +127,22 @@ def family_table() -> str:
     return markdown(("flag", "default", "meaning"), list(rows))
 
 
+def default_table() -> str:
+    """Format the values that other systems take for flags that are not given, and ours."""
+    tables, rows = read_defaults(), dict[str, dict[str, str]]()
+    for system, table in tables.items():
+        for name, value in table.items():
+            part = value if isinstance(value, dict) and "here" not in value else {name: value}
+            when = "" if name in part else f" ({CONDITIONS.get(name, f'--{name}')})"
+            for flag, there in part.items():
+                here = there["here"] if isinstance(there, dict) else short_value(flags()[flag].default)
+                there = there["there"] if isinstance(there, dict) else short_value(there)
+                row = rows.setdefault(f"`--{flag}`" if flag in flags() else flag, {"here": here})
+                row[system] = ", ".join(filter(None, (row.get(system, ""), f"{there}{when}")))
+    cells = [(flag, *(row.get(system, "") for system in tables), row["here"]) for flag, row in rows.items()]
+    return markdown(("flag", *tables, "here"), cells)
+
+
 def blocks() -> Iterator[tuple[str, str]]:
     """Yield the names of the page's blocks, and their texts."""
     yield "scripts", script_table()
@@ -137,4 +157,5 @@ def blocks() -> Iterator[tuple[str, str]]:
 
 if __name__ == "__main__":
     write_blocks(PAGE, dict(blocks()))
-    print(PAGE)
+    write_blocks(DEFAULTS_PAGE, {"defaults": default_table()})
+    print(PAGE, DEFAULTS_PAGE)

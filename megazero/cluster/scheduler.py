@@ -1,9 +1,15 @@
-"""The SLURM job that this process belongs to."""
+"""The SLURM job that this process belongs to, and the script that started it."""
 
+import contextlib
 import datetime
 import os
 import re
 import subprocess
+from pathlib import Path
+
+from megazero.checkpoint.folders import save_mark
+from megazero.files import write_atomically
+from megazero.world import BEGUN
 
 ANSWER_SECONDS = 30  # slurmctld can be slow, and a run must not hang on it
 
@@ -27,3 +33,15 @@ def job_end() -> float | None:
 def job_id() -> str | None:
     """Return the id of the SLURM job of this process; None outside a job."""
     return os.environ.get("SLURM_JOB_ID")
+
+
+def report_begin(save: str) -> None:
+    """Tell pretrain.sbatch or the launcher that all ranks have begun, and note signals. Rank 0 calls it.
+
+    The file has two lines: the folder of --save, and its mark; empty ones without --save. A container may hide the
+    folder of the file: the script then knows the flags of the command line alone.
+    """
+    if path := os.environ.get(BEGUN):
+        lines = f"{Path(save).absolute()}\n{save_mark(save)}\n" if save else "\n\n"
+        with contextlib.suppress(OSError):
+            write_atomically(path, lines.encode())

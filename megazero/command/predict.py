@@ -22,7 +22,7 @@ def predict(command: Command) -> None:
     device = load_device(config.plan.device_type)
     config, note = gpu_defaults(config, command.given, device.fastest_precision if device.kind == "cuda" else None)
     config, of_stage, stage = of_longest(config)
-    for line in filter(None, (note, stage)):
+    for line in filter(None, (note, command.left_out(config), stage)):
         log.info(line)
     if config.parallel.layout == "auto":
         world = config.plan.world_size or 1

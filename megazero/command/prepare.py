@@ -115,6 +115,8 @@ def prepare(command: Command, world: World) -> Prepared:
         bind_to_near_cpus(device)  # before any library starts threads, because these keep their CPUs
     fastest = launch.fastest_precision(device) if device.type == "cuda" else None
     config, note = gpu_defaults(command.config, command.given, fastest)
+    if other := command.left_out(config):
+        log.info(other)
     require_packages(config.log)
     require_data(config)  # before the tokenizer, because a corpus may name it
     tokenizer = data_tokenizer(config)

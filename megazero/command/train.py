@@ -11,7 +11,7 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint.locking import SaveLock
-from megazero.cluster import failures, launch
+from megazero.cluster import failures, launch, scheduler
 from megazero.cluster.machine import environment
 from megazero.cluster.same_start import agree
 from megazero.cluster.watchdog import Watchdog
@@ -49,6 +49,8 @@ def train(command: Command, world: World, signals: Signals) -> Wish | None:
     clock.mark("checks")
     mesh, screen = connect(prepared)
     signals.joined()
+    if world.rank == 0:
+        scheduler.report_begin(prepared.checked.config.checkpoint.save)
     clock.mark("joining")
     with mesh.world.peer_errors("locking --save"):
         lock = take_folder(prepared, mesh)

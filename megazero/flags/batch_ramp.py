@@ -1,6 +1,8 @@
 """Global batch sizes of a run: one, or one that grows with the samples that were consumed."""
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 from megazero.flags.config import Config
 
@@ -40,6 +42,15 @@ class BatchSizes:
             steps = min(iterations, -(-(border - consumed) // size))
             consumed, iterations = consumed + steps * size, iterations - steps
         return consumed + iterations * self.full
+
+    def iterations(self, samples: float) -> Fraction:
+        """Return the iterations that `samples` take, the inverse of `total`; the last one may be a part."""
+        low, high = 0, max(0, math.ceil(samples))
+        while low < high:  # the most iterations with no more samples
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.total(middle) <= samples else (low, middle - 1)
+        consumed = self.total(low)
+        return low + (Fraction(samples) - consumed) / self.at(consumed)
 
 
 def batch_sizes(config: Config) -> BatchSizes:

@@ -16,6 +16,7 @@ from megazero.flags.branch import branch
 from megazero.flags.config import Config
 from megazero.flags.duration import count_iterations
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, to_toml, toml_value, value_of, with_values
+from megazero.flags.foreign.other_defaults import left_out
 from megazero.flags.foreign.translate import OWN_WORDS, refusals, split_items, translate
 from megazero.flags.giving_way import give_way, without_layout
 from megazero.flags.help import show_normal, until_reader_ends, with_whole_lines
@@ -64,6 +65,7 @@ class Command(NamedTuple):
         given: names of the flags, without dashes, that the command line, its preset or a config.json sets.
         notes: lines that report translated foreign flags, accepted ones without effect, and ignored retired ones.
         dropped: flags of the preset that do not count, because --layout auto chooses them.
+        foreign: flags of other systems, and keys of a DeepSpeed file, in kebab-case.
     """
 
     config: Config
@@ -71,6 +73,14 @@ class Command(NamedTuple):
     given: frozenset[str]
     notes: list[str]
     dropped: frozenset[str] = frozenset()
+    foreign: frozenset[str] = frozenset()
+
+    def left_out(self, config: Config) -> str:
+        """Return a line for flags that are not given and have other values in other systems; may be empty.
+
+        config: with the defaults of the device.
+        """
+        return left_out(self.foreign, config, self.given)
 
     def to_toml(self, resolved: Config) -> str:
         """Format the given flags as a preset of the same run, and derived values as comments."""
@@ -161,7 +171,9 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
         config, kept = without_layout(config, name, from_preset, _num_ranks(config, count_ranks))
         notes += [kept] if kept else []
     config, changes = give_way(config, name, from_preset, names_of(args))
-    return Command(config=config, args=args, given=given, notes=[*notes, *changes], dropped=dropped)
+    return Command(
+        config=config, args=args, given=given, notes=[*notes, *changes], dropped=dropped, foreign=translated.foreign
+    )
 
 
 def _num_ranks(config: Config, count_ranks: Callable[[], int]) -> int:

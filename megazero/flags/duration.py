@@ -1,5 +1,6 @@
 """--train-tokens as --train-iters. Pure."""
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -43,14 +44,11 @@ def count_iterations(config: Config, typed: Collection[str], num_ranks: Callable
     replicas = max(1, data_parallel_size(num_ranks(), pp, tp, cp)) if not training.global_batch_size else 1
     batch = training.global_batch_size or training.micro_batch_size * replicas
     sizes = replace(batch_sizes(config), full=batch)
-    samples, low, high = -(-tokens // seq), 0, -(-tokens // seq)
-    while low < high:  # the least number of iterations with as many samples
-        middle = (low + high) // 2
-        low, high = (low, middle) if sizes.total(middle) >= samples else (middle + 1, high)
-    _check("train-iters", low, f"{given}: {low} iterations of {batch} samples")
-    total = sizes.total(low) * seq
-    line = f"{given}: {low:,} iterations of {batch:,} samples of {seq:,} tokens, rounded up to {total:,} tokens"
-    return with_values(config, {"train-iters": low}), line
+    iterations = math.ceil(sizes.iterations(-(-tokens // seq)))
+    _check("train-iters", iterations, f"{given}: {iterations} iterations of {batch} samples")
+    total = sizes.total(iterations) * seq
+    line = f"{given}: {iterations:,} iterations of {batch:,} samples of {seq:,} tokens, rounded up to {total:,} tokens"
+    return with_values(config, {"train-iters": iterations}), line
 
 
 def _check(flag: str, value: int, text: str) -> None:

@@ -12,7 +12,7 @@ from megazero.flags.config import CheckpointConfig, Config
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, value_of, with_values
 from megazero.flags.limit_checks import shorten
 from megazero.flags.resolve import make_layout
-from megazero.flags.validate import NEEDS, decay_end, iteration_range, lacks_needed
+from megazero.flags.validate import NEEDS, decay_end, iteration_range, lacks_needed, searches
 from megazero.units import things
 
 # Flags of NEEDS that ask for another kind of run: dropping one would start a different run.
@@ -125,6 +125,10 @@ def give_way(config: Config, preset: str, names: Collection[str], typed: Collect
         if needed & ({*typed, *gone} | FOLDERS) and lacks_needed(config, name):
             config = change(name, flags()[name].default, f"it needs {NEEDS[name]}")
             gone.append(name)
+    if "sequence-parallel" in typed and config.parallel.sequence_parallel and not searches(config):
+        if reason := _without_tp(config)[1]:  # scripts of Megatron-LM have it in every layout
+            changes.append(f"--sequence-parallel has no effect, because {reason}")
+            config = with_values(config, {"sequence-parallel": False})
     for name in (name for name in RULES if name in names and value_of(config, name) != flags()[name].default):
         value, reason = RULES[name](config)
         if reason and value != value_of(config, name):

@@ -67,12 +67,21 @@ def test_the_last_words_are_those_of_the_rank_that_failed_first(tmp_path):
 
 
 @pytest.mark.second
-def test_a_refusal_is_the_last_line(tmp_path):
-    """Every rank refuses; the launcher repeats the message at the end."""
-    done = launch("--nproc", "2", "--lr", "1e30", cwd=tmp_path, PROGRAM=str(ROOT / "pretrain_gpt.py"))
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert re.fullmatch(r"rank [01] ended with exit code 1 \(.*\): error: --lr 1e\+30: must be at most 10: .*", last)
+def test_a_refusal_is_printed_once_and_leaves_no_logs(tmp_path):
+    """Every rank refuses. The rank that fails first may be another than rank 0, whose stderr is on the console."""
+    for flags, said in ((["--lr", "1e30"], "error: --lr 1e+30: must be at most 10: "), (["--bogus"], "no such flag")):
+        done = launch("--nproc", "2", *flags, cwd=tmp_path, PROGRAM=str(ROOT / "pretrain_gpt.py"))
+        assert done.returncode in (1, 2) and "Traceback" not in done.stderr
+        assert done.stderr.count(said) == 1 and said in done.stderr.splitlines()[-1]
+        assert "ended with" not in done.stderr
+        assert [path.name for path in (tmp_path / "runs" / "ranks").iterdir()] == ["torchrun.log"]
+
+
+@pytest.mark.second
+def test_an_error_of_rank_0_is_on_the_console_once(tmp_path):
+    done = launch("--nproc", "1", "--fail-rank", "0", "--fail-code", "7", cwd=tmp_path)
+    assert done.returncode == 7 and done.stderr.count("rank 0 fails") == 1
+    assert re.fullmatch(r"rank 0 ended with exit code 7 \(.*/0/stderr\.log\)", done.stderr.splitlines()[-1])
 
 
 @pytest.mark.second

@@ -204,9 +204,13 @@ def started(cluster: SlurmCluster, job_id: int, log_dir: Path, lines: int = 4) -
 
 @pytest.mark.slow  # a minute, of which SLURM waits 11 s before it requeues
 def test_a_job_near_its_limit_saves_is_requeued_and_ends_with_the_same_curve(cluster, tmp_path, model):
-    """Signalled as before the time limit, over two nodes; equal to the uninterrupted run bit for bit."""
+    """Signalled as before the time limit, over two nodes; equal to the uninterrupted run bit for bit.
+
+    Its --save is that of a preset, which the script does not read.
+    """
     flags = [*map(str, model), "--train-iters", "150", "--zero-stage", "2"]
-    where = ["--save", str(tmp_path / "saved"), "--log-dir", str(tmp_path / "run")]
+    (tmp_path / "p.toml").write_text(f'save = "{tmp_path / "saved"}"\n')
+    where = ["--preset", str(tmp_path / "p.toml"), "--log-dir", str(tmp_path / "run")]
     program = {"PROGRAM": str(ROOT / "pretrain_gpt.py"), "SETUP": str(tmp_path / "env.sh")}
     (tmp_path / "env.sh").write_text("export OMP_NUM_THREADS=1; echo sourced before srun\n")
     job_id = submit(cluster, tmp_path, ["--nodes=2", "--ntasks-per-node=1"], [*flags, *where], **program)

@@ -2,20 +2,27 @@
 
 import ast
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from megazero.engine.options.limits import MOST_LAYERS
-from megazero.flags.batch_ramp import data_parallel_size
+from megazero.flags.batch_ramp import BatchSizes, data_parallel_size
 from megazero.flags.flag_names import flags
 
 LONGEST = 1000  # characters of a list of layers
+UNSET = ("none", "null", "[]", "")  # values that leave a flag or key to its default
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class Refused(Exception):
     """A foreign flag cannot be translated; the text is the reason or the replacement."""
+
+
+class Overridden(Exception):
+    """A flag or key does not count; the text is the flag that does, as the command line has it."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,10 @@ class ForeignFlag:
         """Return True if a switch has no value, or one for true."""
         return not self.values or truth(self.value)
 
+    def is_off(self) -> bool:
+        """Return whether the only word asks for nothing; for a key of a DeepSpeed file, 0 too."""
+        return is_off(self.value, zero=self.name.startswith("file."))
+
     def word(self, foreign: str) -> str:
         """The only word of another foreign flag; empty if that is missing, or has several words."""
         words = self.foreign.get(foreign, ())
@@ -81,12 +92,17 @@ class ForeignFlag:
         ]
         return max(1, data_parallel_size(ranks, *sizes))
 
-    def iterations(self, samples: float) -> float:
-        """Convert a number of samples to iterations."""
-        if "rampup-batch-size" in self.ours:
-            raise Refused("with --rampup-batch-size the samples of an iteration change; give the flag in -iters")
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch of each iteration. A ramp that leads nowhere is refused later, and ignored here."""
         batch = self.get_whole("global-batch-size") or self.get_whole("micro-batch-size") * self.data_parallel()
-        return samples / max(1, batch)
+        ramp = [
+            whole_number(word) for word in re.findall(r"[^\s,()]+", " ".join(self.ours.get("rampup-batch-size", ())))
+        ]
+        return BatchSizes(max(1, batch), *(ramp if len(ramp) == 3 and min(ramp) > 0 else ()))
+
+    def iterations(self, samples: float) -> Fraction:
+        """Convert a number of samples to iterations, whose batches grow with --rampup-batch-size."""
+        return self.batch_sizes().iterations(samples)
 
 
 def read_number(word: str, name: str = "") -> float:
@@ -138,6 +154,11 @@ def _digits(node: ast.expr) -> str:
         case _:
             raise ValueError
     return found if len(found) <= MOST_LAYERS else ""
+
+
+def is_off(word: str, zero: bool = True) -> bool:
+    """Return whether a value leaves something to its default, or switches it off; 0 does so if `zero`."""
+    return word.lower() in (*UNSET, *FALSE[:3]) or (zero and word in ("0", "0.0"))
 
 
 def truth(word: str) -> bool:

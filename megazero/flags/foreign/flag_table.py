@@ -30,6 +30,7 @@ FOLDER = Path(__file__).parent
 FLAGS = ("retired", "megatron", "deepspeed", "huggingface")
 DEEPSPEED_FILE = "deepspeed_file"  # keys of DeepSpeed's JSON file
 VALUES = "values"  # of our own flags
+DEFAULTS = "defaults"  # of flags that a script leaves out
 
 
 class Foreign(NamedTuple):
@@ -39,11 +40,13 @@ class Foreign(NamedTuple):
         name: as the other system spells it, without dashes.
         by: name of the function in `conversions` that translates it.
         argument: for that function.
+        table: its TOML file, without .toml.
     """
 
     name: str
     by: str
     argument: Any
+    table: str
 
 
 def read_table(table: str) -> list[Foreign]:
@@ -52,11 +55,11 @@ def read_table(table: str) -> list[Foreign]:
     for section, rows in tomllib.loads((FOLDER / f"{table}.toml").read_text(encoding="utf-8")).items():
         for key, value in rows.items():
             if isinstance(value, dict):
-                entries.append(Foreign(key, section, value))
+                entries.append(Foreign(key, section, value, table))
             elif section == "convert":
-                entries += [Foreign(name, key, None) for name in value.split()]
+                entries += [Foreign(name, key, None, table) for name in value.split()]
             else:
-                entries += [Foreign(name, section, key) for name in value.split()]
+                entries += [Foreign(name, section, key, table) for name in value.split()]
     return entries
 
 

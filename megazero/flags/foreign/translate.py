@@ -1,18 +1,21 @@
 """Translate a command line that has flags of other systems into ours, and report the translations."""
 
+import difflib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megazero.files import read_json_object
 from megazero.flags.flag_names import flags
-from megazero.flags.foreign.flag import FALSE, TRUE, ForeignFlag, Refused
-from megazero.flags.foreign.flag_table import FLAGS, find_entry, kebab, read_table, read_values
+from megazero.flags.foreign.flag import FALSE, TRUE, UNSET, ForeignFlag, Overridden, Refused, is_off
+from megazero.flags.foreign.flag_table import DEEPSPEED_FILE, FLAGS, find_entry, kebab, read_table, read_values
 from megazero.flags.foreign.value_conversions import CONVERSIONS, ORDER, hint
 from megazero.flags.foreign.values import spell, translate_value
 from megazero.flags.limit_checks import check_text, shorten
 
 OWN_WORDS = ("preset", "hf-config", "help")  # flags of the parser, not of the configuration
+QUOTED = re.compile(r"^\s*(['\"])([\w\s.,:+*()\[\]-]*)\1\s*$")
 DEEPSPEED_FLAGS = ("deepspeed", "deepspeed-config", "ds-config")  # a JSON file may follow
 
 
@@ -43,12 +46,21 @@ class Answer(NamedTuple):
         words: ours; none if there is nothing to do.
         refusal: why it is refused; empty if it is not.
         unknown: it is neither ours nor in the table.
+        overridden: flags of the command line that count instead, as they were written.
     """
 
     item: Item
     words: tuple[str, ...]
     refusal: str = ""
     unknown: bool = False
+    overridden: str = ""
+
+    def __str__(self) -> str:
+        """Format a translation."""
+        done = f"{self.item} is {' '.join(self.words)}"
+        if not self.overridden:
+            return done
+        return f"{done if self.words else self.item}, overridden by {self.overridden}"
 
 
 class Translated(NamedTuple):
@@ -58,10 +70,17 @@ class Translated(NamedTuple):
     answers: tuple[Answer, ...]
 
     @property
+    def foreign(self) -> frozenset[str]:
+        """The foreign flags and keys of files, in kebab-case."""
+        return frozenset(name for answer in self.answers if not is_ours(name := answer.item.name.lower()))
+
+    @property
     def notes(self) -> list[str]:
         """Format the translations, and the flags that need none: at most one line each."""
-        done = [f"{answer.item} is {' '.join(answer.words)}" for answer in self.answers if answer.words]
-        needless = [answer.item.spelled for answer in self.answers if not (answer.words or answer.refusal)]
+        done = [str(answer) for answer in self.answers if answer.words or answer.overridden]
+        needless = [
+            answer.item.spelled for answer in self.answers if not (answer.words or answer.refusal or answer.overridden)
+        ]
         lines = [f"translated: {'; '.join(done)}"] if done else []
         return lines + ([f"nothing to do for: {', '.join(needless)}"] if needless else [])
 
@@ -98,7 +117,7 @@ def translate(
     Raises:
         ValueError: a DeepSpeed file cannot be read.
     """
-    items = _with_file_keys([_spell(item) for item in split_items(argv)])
+    items = _with_file_keys([_spell(_unquoted(item)) for item in split_items(argv)])
     theirs = {at: find_entry(item.name) for at, item in enumerate(items) if item.name and not is_ours(item.name)}
     foreign = {items[at].name.lower(): items[at].values for at in theirs}
     known = {name: (str(value),) for name, value in (preset or {}).items()}
@@ -118,8 +137,11 @@ def translate(
         if entry is None:
             answers[at] = _unknown(item)
             continue
+        if item.name.startswith("file.") and item.values[0].lower() in UNSET:
+            answers[at] = Answer(item, ())
+            continue
         so_far = [own for place in sorted(became) for own in became[place]]
-        ours = known | {own.name if own.name in flags() else own.name.removeprefix("no-"): own.values for own in so_far}
+        ours = known | {_flag(own): own.values for own in so_far}
         try:
             flag = ForeignFlag(
                 name=item.name.lower(),
@@ -133,15 +155,48 @@ def translate(
         except Refused as reason:
             answers[at] = Answer(item, (), str(reason))
             continue
+        except Overridden as reason:
+            answers[at] = Answer(item, (), overridden=str(reason))
+            continue
         answers[at] = Answer(item, _words(owns))
         place = at + len(items) if entry.by == "tokenizer" else at  # at the end, its --vocab-size wins
         became[place] = owns
+    _note_overridden(items, became, answers)
     args = [word for at in sorted(became) for word in _words(became[at])]
     return Translated(args, tuple(answers[at] for at in sorted(answers)))
 
 
+def _note_overridden(items: Sequence[Item], became: Mapping[int, list[Item]], answers: dict[int, Answer]) -> None:
+    """Note in answers whose flags have other values at the end of the command line which of its words set those.
+
+    A precision that a DeepSpeed file switches on or off is refused if the command line names another, or that one.
+    """
+    last = {_flag(own): (at, own) for at in sorted(became) for own in became[at]}
+    for at, answer in answers.items():
+        others = [last[_flag(own)] for own in split_items(answer.words) if last[_flag(own)][1] != own]
+        of_file = answer.item.name.startswith("file.")
+        if of_file and not (answer.words or answer.refusal) and "precision" in last:
+            entry, (_, own) = find_entry(answer.item.name), last["precision"]
+            others += [last["precision"]] if entry and entry.argument == f"--precision {own.values[0]}" else []
+        by = ", ".join(dict.fromkeys(str(items[other % len(items)]) for other, _ in others))
+        if of_file and any(own.name == "precision" for _, own in others):
+            answers[at] = answer._replace(words=(), refusal=f"{by} contradicts it; drop one of the two")
+        elif others:
+            answers[at] = answer._replace(overridden=by)
+
+
+def _flag(own: Item) -> str:
+    """Return the flag of ours that an item of ours sets."""
+    return own.name if own.name in flags() else own.name.removeprefix("no-")
+
+
 def _words(items: Sequence[Item]) -> tuple[str, ...]:
     return tuple(word for item in items for word in item.words())
+
+
+def _unquoted(item: Item) -> Item:
+    """Remove quotes that a shell script has left around values that are no paths, such as --split "'99,1,0'"."""
+    return item._replace(values=tuple(QUOTED.sub(r"\2", value) for value in item.values))
 
 
 def _spell(item: Item) -> Item:
@@ -171,7 +226,12 @@ def _own(item: Item) -> list[Item]:
 
 def _unknown(item: Item) -> Answer:
     if item.name.startswith("file."):
-        return Answer(item, (), "it has no equal here; drop it")
+        known = [entry.name for entry in read_table(DEEPSPEED_FILE) if "*" not in entry.name]
+        meant = difflib.get_close_matches(item.spelled, known, n=1, cutoff=0.9)
+        if is_off(item.values[0]) and not meant:
+            return Answer(item, ())
+        instead = f", or did you mean {meant[0]}?" if meant else ""
+        return Answer(item, (), f"it has no equal here; drop it{instead}")
     close = hint(item.name, (entry for table in FLAGS for entry in read_table(table) if "*" not in entry.name))
     found = f"Perhaps you meant: {close}" if close else "--help-all lists ours, docs/results/flags.md others"
     return Answer(item, (), f"no such flag. {found}", unknown=True)
@@ -202,7 +262,8 @@ def _with_file_keys(items: list[Item]) -> list[Item]:
 def _file_keys(item: Item) -> list[Item]:
     """Return the keys of a DeepSpeed file with their values.
 
-    Left out are keys with the value "auto", which the command line decides; comments; and disabled sections.
+    Left out are keys with the value "auto", which the command line decides; comments; and the rest of a section with
+    `enabled` off.
     """
     path = " ".join(item.values)
     check_text(item.name, path, is_path=True)
@@ -210,15 +271,12 @@ def _file_keys(item: Item) -> list[Item]:
         leaves = _flatten(read_json_object(path))
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: hundreds of levels deep
         raise ValueError(f"{item} cannot be read: {error}") from None
-    disabled = tuple(
-        key.removesuffix("enabled")
-        for key, value in leaves.items()
-        if key.endswith(".enabled") and value.lower() in FALSE
-    )
+    off = {key for key, value in leaves.items() if key.endswith(".enabled") and is_off(value)}
+    disabled = tuple(key.removesuffix("enabled") for key in off)
     return [
         Item(key, kebab(f"file.{key}"), (value,))
         for key, value in leaves.items()
-        if value != "auto" and "._" not in f".{key}" and not key.startswith(disabled)
+        if value != "auto" and "._" not in f".{key}" and (key in off or not key.startswith(disabled))
     ]
 
 

@@ -14,7 +14,16 @@ from megazero.flags.architecture_flags import flags_of
 from megazero.flags.config import MOST_MINUTES
 from megazero.flags.corpus_flags import is_number
 from megazero.flags.flag_names import flags
-from megazero.flags.foreign.flag import FALSE, ForeignFlag, Refused, layer_letters, read_number, whole_number
+from megazero.flags.foreign.flag import (
+    FALSE,
+    TRUE,
+    ForeignFlag,
+    Overridden,
+    Refused,
+    layer_letters,
+    read_number,
+    whole_number,
+)
 from megazero.flags.foreign.flag_table import Foreign, kebab
 
 
@@ -87,7 +96,7 @@ def unneeded(flag: ForeignFlag) -> list[str]:
 
 
 def refused(flag: ForeignFlag) -> list[str]:
-    if len(flag.values) == 1 and flag.value.lower() in FALSE[:3]:
+    if len(flag.values) == 1 and (flag.value.lower() in FALSE[:3] or flag.is_off()):
         return []
     raise Refused(flag.argument)
 
@@ -166,7 +175,7 @@ def linear_scaling(flag: ForeignFlag) -> list[str]:
 
 
 def train_length(flag: ForeignFlag) -> list[str]:
-    """--train-iters: samples / --global-batch-size, rounded down; nothing if --train-tokens are fewer"""
+    """--train-iters: samples / the batch of each iteration, rounded down; nothing if --train-tokens are fewer"""
     tokens, samples = flag.get_whole("train-tokens"), flag.number()
     if tokens and tokens > samples * flag.get_whole("seq-length"):
         raise Refused(f"--train-tokens {tokens} are more, and the shorter one counts; drop --train-tokens")
@@ -180,19 +189,38 @@ def _length(flag: ForeignFlag) -> int:
 
 
 def in_iterations(flag: ForeignFlag) -> list[str]:
-    """the same flag in -iters: samples, or tokens / --seq-length, / --global-batch-size, rounded"""
+    """the same flag in -iters: samples, or tokens / --seq-length, / the batch of each iteration, rounded"""
     base, _, unit = flag.name.rpartition("-")
     samples = flag.number() / (max(1, flag.get_whole("seq-length")) if unit == "tokens" else 1)
-    return [f"--{base}-iters", str(max(1, round(flag.iterations(samples))) if samples else 0)]
+    found = flag.iterations(samples)
+    if base == "lr-wsd-decay":  # the last iterations of the decay, whose batches differ from those of a ramp
+        end = _decay_samples(flag)
+        found = flag.iterations(end) - flag.iterations(end - samples)
+    return [f"--{base}-iters", str(max(1, round(found)) if samples else 0)]
+
+
+def _decay_samples(flag: ForeignFlag) -> float:
+    """Return the samples at which the decay of the learning rate ends."""
+    seq = max(1, flag.get_whole("seq-length"))
+    for tokens, samples in (
+        (flag.word(f"{base}-tokens"), flag.word(f"{base}-samples")) for base in ("lr-decay", "train")
+    ):
+        if tokens or samples:
+            return read_number(samples) if samples else read_number(tokens) / seq
+    if length := flag.get_whole("train-tokens"):
+        return length / seq
+    return flag.batch_sizes().total(flag.get_whole("lr-decay-iters") or flag.get_whole("train-iters"))
 
 
 def warmup_fraction(flag: ForeignFlag) -> list[str]:
-    """--lr-warmup-iters: the fraction of --lr-decay-iters or --train-iters, rounded (warmup_ratio: up)"""
+    """--lr-warmup-iters: the fraction of the samples of the decay, rounded to iterations (warmup_ratio: up)"""
     share = flag.number()
     if not 0 <= share <= 1:
         raise Refused(f"{flag.value} is not a fraction; --lr-warmup-iters takes iterations")
     if flag.name == "warmup-ratio":  # 0 leaves it to --warmup_steps
         return ["--lr-warmup-iters", str(math.ceil(share * _length(flag)))] if share else []
+    if "rampup-batch-size" in flag.ours:
+        return ["--lr-warmup-iters", str(round(flag.iterations(share * _decay_samples(flag))))]
     total = flag.get_whole("lr-decay-iters") or _length(flag)
     return ["--lr-warmup-iters", str(round(share * total))]
 
@@ -296,11 +324,13 @@ def accumulation(flag: ForeignFlag) -> list[str]:
     if not file_batch:
         return ["--global-batch-size", str(steps * flag.get_whole("micro-batch-size") * ranks)]
     chosen = flag.ours.get("layout") == ("auto",) or "plan-search" in flag.ours
-    if (file_batch,) != flag.ours.get("global-batch-size") or chosen:
-        return []  # the command line has another batch, or the layout and with it the micro-batch is chosen later
+    if chosen:
+        return []  # the layout and with it the micro-batch is chosen later
+    if (file_batch,) != flag.ours.get("global-batch-size"):
+        raise Overridden(f"--global-batch-size {flag.get('global-batch-size')}")
     batch, file_micro = whole_number(file_batch), flag.word("file.train-micro-batch-size-per-gpu")
     if file_micro and (file_micro,) != flag.ours.get("micro-batch-size"):
-        return []
+        raise Overridden(f"--micro-batch-size {flag.get('micro-batch-size')}")
     micro = whole_number(file_micro) if file_micro else max(1, batch // (steps * ranks))
     if micro * steps * ranks != batch:
         raise Refused(
@@ -320,6 +350,16 @@ def scheduled_rate(flag: ForeignFlag) -> list[str]:
                 "same, or drop one"
             )
     return ["--lr", flag.value]
+
+
+def bucket(flag: ForeignFlag) -> list[str]:
+    """--reduce-bucket-size, unless it is 0"""
+    return ["--reduce-bucket-size", flag.value] if flag.number() else []
+
+
+def shard_group(flag: ForeignFlag) -> list[str]:
+    """--zero-shard-size, if it is more than 1"""
+    return ["--zero-shard-size", flag.value] if flag.whole() > 1 else []
 
 
 def minutes(flag: ForeignFlag) -> list[str]:
@@ -350,9 +390,20 @@ def report(flag: ForeignFlag) -> list[str]:
 
 def resume(flag: ForeignFlag) -> list[str]:
     """--load; True: of --save"""
-    if flag.value.lower() == "false":
+    if flag.is_off():
         return []
-    return ["--load", flag.get("save") if flag.value.lower() == "true" else flag.value]
+    if flag.value.lower() not in TRUE[:3]:
+        return ["--load", flag.value]
+    if not flag.get("save"):
+        raise Refused("there is no folder to resume from; add --output_dir DIR, or name the folder of checkpoints here")
+    return ["--load", flag.get("save")]
+
+
+def data_seed(flag: ForeignFlag) -> list[str]:
+    """--seed, unless it is given: one seed is for weights and data"""
+    if "seed" in flag.ours and flag.get("seed") != flag.value:
+        raise Overridden(f"--seed {flag.get('seed')}")
+    return ["--seed", flag.value]
 
 
 def interval(flag: ForeignFlag) -> list[str]:
@@ -404,10 +455,24 @@ def betas(flag: ForeignFlag) -> list[str]:
 CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
     function.__name__: function
     for function in (
-        *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
+        *(
+            rename,
+            words,
+            choose,
+            pairs,
+            only,
+            unneeded,
+            refused,
+            minutes,
+            bucket,
+            shard_group,
+            exit_duration,
+            profile,
+            validation_share,
+        ),
         *(scale_power, betas, scheduled_rate, words_unless_given, architecture, virtual_stages, output),
         *(recomputed_layers, recomputed_modules),
-        *(layer_pattern, linear_scaling, run_name, report, resume, accumulation),
+        *(layer_pattern, linear_scaling, run_name, report, resume, data_seed, accumulation),
         *(rename_with_experts, refused_with_experts, expert_layers, balance),
         *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import socket
 import subprocess
@@ -20,20 +21,22 @@ from megazero.cluster.same_start import difference
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.mesh.peer_errors import PeerLost, peer_errors, ranks_text
 from megazero.engine.plan.layout.topology import Layout
-from megazero.world import World, read_world
+from megazero.world import MPI_SIZES, World, node_names, read_world, report_to_launcher
 from tests.helpers.programs import free_port, listening, own_address
 from tests.helpers.ranks import Program, Ranks
 from tests.helpers.table import for_each
 
 ROOT = Path(__file__).resolve().parents[3]
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 SLURM = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID", "TORCHELASTIC_USE_AGENT_STORE")
+SLURM += ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_ID", "SLURM_PTY_PORT")
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHER, *SLURM):
-        monkeypatch.delenv(name, raising=False)
+    for name in (*LAUNCHER, *SLURM, *MPI_SIZES, "PMIX_RANK"):
+        monkeypatch.setenv(name, "")  # so that a variable that the code sets is undone
+        monkeypatch.delenv(name)
 
 
 def set_env(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -79,6 +82,13 @@ def test_torch_knows_the_variable() -> None:
         ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=29500", 1, 2),
         ("SLURM_STEP_NUM_TASKS=3 SLURM_PROCID=2 SLURM_LOCALID=0 MASTER_ADDR=a MASTER_PORT=29500", 2, 3),
         ("SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0", 0, 1),
+        ("SLURM_STEP_NUM_TASKS=1 SLURM_PTY_PORT=3", 0, 1),
+        (
+            "RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=a MASTER_PORT=1 OMPI_COMM_WORLD_SIZE=9",
+            1,
+            2,
+        ),
+        ("OMPI_COMM_WORLD_SIZE=1 PMI_SIZE=1 PMIX_RANK=0", 0, 1),
     ],
 )
 def test_ranks_are_read(env: str, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +112,44 @@ def test_ranks_are_read(env: str, rank: int, size: int, monkeypatch: pytest.Monk
         ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=x", ["MASTER_PORT is 'x'"]),
         ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=-3 MASTER_ADDR=a MASTER_PORT=1", ["LOCAL_RANK=-3"]),
         ("SLURM_STEP_NUM_TASKS=3 SLURM_PROCID=2 SLURM_LOCALID=0", ["MASTER_ADDR and MASTER_PORT", "pretrain.sbatch"]),
+        (
+            "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0",
+            ["OMPI_COMM_WORLD_SIZE=2", "scripts/launch.sh --nproc 2", "unset"],
+        ),
+        ("PMI_SIZE=4 PMI_RANK=0", ["PMI_SIZE=4", "launch.sh"]),
+        ("MV2_COMM_WORLD_SIZE=3", ["MV2_COMM_WORLD_SIZE=3", "launch.sh"]),
+        ("MPI_LOCALNRANKS=2", ["MPI_LOCALNRANKS=2", "launch.sh"]),
+        ("PMIX_RANK=1", ["PMIX_RANK=1", "launch.sh"]),
+        (
+            "SLURM_STEP_NUM_TASKS=8 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_PTY_PORT=9 MASTER_ADDR=a MASTER_PORT=1",
+            ["srun --pty", "unset SLURM_STEP_NUM_TASKS"],
+        ),
+        (
+            "RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=0 MASTER_ADDR=a MASTER_PORT=1",
+            ["LOCAL_WORLD_SIZE=0", "1 to WORLD_SIZE=2"],
+        ),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3 MASTER_ADDR=a MASTER_PORT=1", ["LOCAL_WORLD_SIZE=3"]),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=x MASTER_ADDR=a MASTER_PORT=1", ["LOCAL_WORLD_SIZE is 'x'"]),
+        ("RANK=0 WORLD_SIZE=1 LOCAL_RANK=99", ["LOCAL_RANK=99: it must be less than 1"]),
+        (
+            "RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 LOCAL_RANK=2 MASTER_ADDR=a MASTER_PORT=1",
+            ["LOCAL_RANK=2: it must be less than 2"],
+        ),
+        *(
+            (f"SLURM_STEP_NUM_TASKS=3 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_TASKS_PER_NODE={tasks}", [said])
+            for tasks, said in (
+                ("0", "is no list of tasks"),
+                ("2(x999999999999)", "is no list"),
+                ("x", "is no list"),
+                ("9(x999999999)", "are 8999999991 tasks"),
+                ("1,1", "are 2 tasks"),
+            )
+        ),
+        ("SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1 SLURM_LOCALID=7 SLURM_STEP_TASKS_PER_NODE=2", ["SLURM_LOCALID=7"]),
+        (
+            "SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_JOB_ID=3 SLURM_STEP_NODELIST=n[1-",
+            ["SLURM's list of nodes 'n[1-'", "export MASTER_ADDR"],
+        ),
     ],
 )
 def test_a_senseless_launch_is_refused(env: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +158,50 @@ def test_a_senseless_launch_is_refused(env: str, words: list[str], monkeypatch: 
         read_world()
     for word in words:
         assert word in str(refused.value)
+
+
+def test_ranks_of_srun_meet_on_the_first_node_of_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = "SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_JOB_ID=20003"
+    set_env(monkeypatch, f"{step} SLURM_STEP_ID=4 SLURM_STEP_NODELIST=n[07-09] SLURM_JOB_NODELIST=n[01-09]")
+    assert read_world() == World(1, 2, 0, "srun")
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("n07", "10007")
+    set_env(monkeypatch, "MASTER_ADDR=other MASTER_PORT=5")
+    read_world()
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("other", "5")
+
+
+@for_each(
+    ("nodes", "names"),
+    [
+        ("n1", "n1"),
+        ("node-a.b,m2", "node-a.b m2"),
+        ("n[01-03,7],m2", "n01 n02 n03 n7 m2"),
+        ("n[9-11]", "n9 n10 n11"),
+        ("n[098-101]-ib", "n098-ib n099-ib n100-ib n101-ib"),
+        ("r[1-2]n[3,5]", "r1n3 r1n5 r2n3 r2n5"),
+        ("a,n[2],b", "a n2 b"),
+    ],
+)
+def test_the_nodes_of_slurms_list_are_named(nodes: str, names: str) -> None:
+    assert list(node_names(nodes)) == names.split()
+    assert next(node_names("n[1-999999999]")) == "n1"
+
+
+@for_each("nodes", ["", "n[", "n[1-2", "n1]", "n[a-b]", "n[1--2]", "a,,b", "a b", "[n[1]]", "n[1-99999999999]"])
+def test_no_list_of_nodes_is_refused(nodes: str) -> None:
+    with pytest.raises(ValueError, match="export MASTER_ADDR"):
+        list(node_names(nodes))
+
+
+def test_the_launcher_gets_a_message_in_the_words_of_the_installed_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(sys, "argv", ["/bin/megazero", "train"])
+    report_to_launcher("error: start 2 (bash scripts/launch.sh --nproc 2 ...)")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"].endswith(
+        "(megazero launch --nproc 2 ...)"
+    )
 
 
 # -- joining

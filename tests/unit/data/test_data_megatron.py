@@ -19,6 +19,9 @@ FILES = "--input a.jsonl b.jsonl --output-prefix p"
         ),
         ("--tokenizer-type Llama2Tokenizer --tokenizer-model t.model", "--tokenizer sentencepiece:t.model"),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model folder", "--tokenizer folder"),
+        ("--tokenizer-type PretrainedFromHF --tokenizer-name-or-path a/b --append-eod", "--append-eod --tokenizer a/b"),
+        ("--log-interval 100 --partitions 4 --keep-sequential-samples --workers 2", "--workers 2"),
+        ("--make-vocab-size-divisible-by 128 --vocab-extra-ids 0 --json-keys a b", "--json-keys a b"),
     ],
 )
 def test_a_tokenizer_in_megatrons_words(given: str, ours: str) -> None:

@@ -13,10 +13,11 @@ import pytest
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import AXES, Layout
 from megazero.flags.cli import parse, read
-from megazero.flags.flag_names import flags
+from megazero.flags.flag_names import flags, with_values
 from megazero.flags.foreign.flag import Refused
 from megazero.flags.foreign.flag_table import (
     DEEPSPEED_FILE,
+    DEFAULTS,
     FLAGS,
     FOLDER,
     VALUES,
@@ -26,6 +27,7 @@ from megazero.flags.foreign.flag_table import (
     read_tables,
     read_values,
 )
+from megazero.flags.foreign.other_defaults import read_defaults, short_value
 from megazero.flags.foreign.translate import DEEPSPEED_FLAGS, is_ours, refusals, translate
 from megazero.flags.foreign.value_conversions import CONVERSIONS
 from megazero.flags.foreign.values import choices, spell, translate_value
@@ -116,6 +118,15 @@ SAME = [
     ("--do_train --do_eval --eval_strategy steps --eval_steps 7", "--eval-interval 7"),
     ("--do_eval --eval-only --load x", "--eval-only --load x"),
     ("--save x --resume_from_checkpoint True", "--save x --load x"),
+    ("--resume_from_checkpoint None --data_seed 7", "--seed 7"),
+    ("--seed 42 --data_seed 7", "--seed 42"),
+    ("--data_seed 7 --seed 42", "--seed 42"),
+    ("--split '99,1,0' --lr-decay-style \"cosine\" --adam-beta1 '0.8'", "--split 99,1,0 --lr-decay-style cosine "
+     "--adam-beta1 0.8"),
+    ("--precision bf16 --main-grads-dtype bf16 --repeated-dataloader", "--precision bf16 --grad-dtype bf16"),
+    ("--sequence-parallel --micro-batch-size 2", "--micro-batch-size 2"),
+    ("--sequence-parallel --tp 2", "--sequence-parallel --tensor-model-parallel-size 2"),
+    ("--ddp-bucket-size 0 --zero-reduce-bucket-size 0 --remote-device none", ""),
     ("--torch_dtype bfloat16 --gradient_checkpointing True", "--precision bf16 --recompute full"),
     ("--lr-decay-style WSD --lr-wsd-decay-samples 64 --global-batch-size 8",
      "--lr-decay-style wsd --lr-wsd-decay-iters 8 --global-batch-size 8"),
@@ -192,6 +203,59 @@ def test_translations_count_data_parallel_ranks_as_the_layout_does() -> None:
             assert config.training.train_iters == 1920 // (steps * 2 * dp), axes
 
 
+def consumed_by_hand(ramp: tuple[int, int, int], full: int, iterations: int) -> list[int]:
+    """The samples consumed before each iteration, as Megatron-LM's loop counts them."""
+    (start, increment, samples), consumed = ramp, [0]
+    while len(consumed) <= iterations:
+        size = full
+        if consumed[-1] < samples:
+            size = start + int(consumed[-1] / (samples / ((full - start) / increment))) * increment
+        consumed.append(consumed[-1] + size)
+    return consumed
+
+
+RAMPS = [((16, 16, 5000), 128), ((32, 32, 960), 64), ((4, 4, 100), 16), ((16, 16, 60_000), 1024)]
+
+
+@for_each(("ramp", "full"), RAMPS)
+def test_samples_are_iterations_over_the_ramp_of_the_batch(ramp: tuple[int, int, int], full: int) -> None:
+    """Lengths, warm-ups and ends of the decay, given in samples, tokens, or as a fraction; in the ramp and after it."""
+    far = 40 + 2 * ramp[2] // ramp[0]
+    consumed, words = consumed_by_hand(ramp, full, far), f"--rampup-batch-size {' '.join(map(str, ramp))}"
+    words += f" --global-batch-size {full} --seq-length 64"
+
+    def length_of(samples: float) -> int:
+        return max(n for n in range(far) if consumed[n] <= samples)
+
+    def nearest(samples: float) -> int:
+        return min(range(1, far), key=lambda n: abs(consumed[n] - samples))
+
+    for at in (3, far // 3, far // 2, far - 20):
+        samples, end = consumed[at] + 1, consumed[far - 5]
+        for theirs, expected in (
+            (f"--train-samples {samples}", f"--train-iters {length_of(samples)}"),
+            (f"--lr-warmup-samples {samples}", f"--lr-warmup-iters {nearest(samples)}"),
+            (f"--lr-warmup-tokens {samples * 64}", f"--lr-warmup-iters {nearest(samples)}"),
+            (f"--lr-decay-samples {samples}", f"--lr-decay-iters {nearest(samples)}"),
+            (f"--train-samples {end} --lr-warmup-fraction 0.25",
+             f"--train-iters {far - 5} --lr-warmup-iters {nearest(end / 4)}"),
+            (f"--train-samples {end} --lr-wsd-decay-samples {end - samples}",
+             f"--train-iters {far - 5} --lr-wsd-decay-iters {far - 5 - at}"),
+        ):  # fmt: skip
+            assert ours(f"{words} {theirs}") == f"{words} {expected}"
+    assert read(f"{words} --train-samples {consumed[9]}".split()).notes == [
+        f"translated: --train-samples {consumed[9]} is --train-iters 9"
+    ]
+
+
+def test_a_ramp_of_a_preset_is_one_and_a_wrong_ramp_is_left_to_its_own_refusal(tmp_path: Path) -> None:
+    preset = tmp_path / "p.toml"
+    preset.write_text("rampup-batch-size = [4, 4, 24]\nglobal-batch-size = 8\n")  # 4, 4, 4, 4, 4, 4, 8, ...
+    assert parse(["--preset", str(preset), "--train-samples", "40"]).training.train_iters == 8
+    for ramp in ("0 4 24", "4 0 24", "4 4 0", "4 -4 24"):
+        assert translate(f"--rampup-batch-size {ramp} --train-samples 80 --global-batch-size 8".split()).answers
+
+
 def test_the_last_of_two_spellings_wins() -> None:
     assert parse("--bf16 --precision fp16".split()).training.precision == "fp16"
     assert parse("--precision fp16 --bf16".split()).training.precision == "bf16"
@@ -247,6 +311,10 @@ REFUSED = [
     ("--lr-warmup-fraction 1.5", "1.5 is not a fraction"),
     ("--bf16 maybe", "maybe is neither true nor false"),
     ("--train-samples many", "many is not a number"),
+    (
+        "--resume_from_checkpoint True",
+        "--resume_from_checkpoint True: there is no folder to resume from; add --output_dir",
+    ),
     ("--do_eval --max_steps 70", "--eval-only --load DIR evaluates a checkpoint alone, --eval-interval 70 the"),
     ("--do_train --do_eval --eval_strategy steps --max_steps 70", "--eval-interval N, such as 7"),
     ("--validation_split_percentage 100", "100 is not a percentage"),
@@ -368,7 +436,7 @@ def test_a_deepspeed_file_is_flags(tmp_path: Path) -> None:
         "--checkpoint-in-cpu".split()
     )  # fmt: skip
     path.write_text(json.dumps({"zero_optimization": {"offload_param": {"device": "cpu"}}, "xyzzy": 1}))
-    with pytest.raises(ValueError, match=r"offload_param.device cpu: only none .*\nxyzzy 1: it has no"):
+    with pytest.raises(ValueError, match=r"offload_param.device cpu: parameters stay on .*\nxyzzy 1: it has no"):
         parse(["--deepspeed_config", str(path)])
     offload = {"_comment": "x", "offload_optimizer": {"_why": [1], "device": "cpu", "ratio": 0.5, "pin_memory": True}}
     path.write_text(json.dumps({"_comment": {"of": "all"}, "zero_optimization": offload}))
@@ -382,6 +450,119 @@ def test_a_deepspeed_file_is_flags(tmp_path: Path) -> None:
     ours_in_files = parse(["--optimizer-cpu-offload", "--optimizer-nvme-offload", "/local"])
     assert parse(["--deepspeed", str(path)]) == ours_in_files
     assert parse("--cpu-optimizer --optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d".split()) == ours
+
+
+@for_each(
+    ("line", "file", "said"),
+    [
+        ("--zero-stage 1 --clip-grad 2.0", {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5},
+         "translated: zero_optimization.stage 2 is --zero-stage 2, overridden by --zero-stage 1; gradient_clipping 0.5 "
+         "is --clip-grad 0.5, overridden by --clip-grad 2.0"),
+        ("--max_grad_norm 2.0", {"gradient_clipping": 0.5},
+         "translated: gradient_clipping 0.5 is --clip-grad 0.5, overridden by --max_grad_norm 2.0; --max_grad_norm 2.0 "
+         "is --clip-grad 2.0"),
+        ("--zero-stage 2 --clip-grad 0.50", {"zero_optimization": {"stage": 2}},
+         "translated: zero_optimization.stage 2 is --zero-stage 2"),
+        ("--global-batch-size 8", {"gradient_accumulation_steps": 256},
+         "translated: gradient_accumulation_steps 256 is --global-batch-size 256, overridden by --global-batch-size 8"),
+        ("--global-batch-size 8", {"train_batch_size": 16, "gradient_accumulation_steps": 4},
+         "translated: train_batch_size 16 is --global-batch-size 16, overridden by --global-batch-size 8; "
+         "gradient_accumulation_steps 4, overridden by --global-batch-size 8"),
+        ("--no-overlap-comm", {"zero_optimization": {"overlap_comm": True}},
+         "translated: zero_optimization.overlap_comm true is --overlap-comm, overridden by --no-overlap-comm"),
+        ("--lr 5", {"optimizer": {"params": {"lr": 2e-4}}, "scheduler": {"params": {"warmup_max_lr": 3e-4}}},
+         "translated: optimizer.params.lr 0.0002 is --lr 0.0002, overridden by --lr 5; scheduler.params.warmup_max_lr "
+         "0.0003 is --lr 0.0003, overridden by --lr 5"),
+    ],
+)  # fmt: skip
+def test_a_file_is_overridden_by_the_command_line_which_is_reported(
+    line: str, file: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    assert read([*line.split(), "--deepspeed", str(tmp_path / "ds.json")]).notes[:1] == [said]
+
+
+def test_a_translation_that_another_flag_overrides_is_reported() -> None:
+    assert read("--output_dir x --save y --bf16 --precision fp16".split()).notes == [
+        "translated: --output_dir x is --save x --log-dir x, overridden by --save y; --bf16 is --precision bf16, "
+        "overridden by --precision fp16"
+    ]
+
+
+@for_each(
+    ("line", "file", "said"),
+    [
+        ("--fp16", {"bf16": {"enabled": True}}, "bf16.enabled true: --fp16 contradicts it"),
+        ("--precision float32", {"bf16": {"enabled": True}}, "bf16.enabled true: --precision float32 contradicts it"),
+        ("--bf16", {"fp16": {"enabled": True}}, "fp16.enabled true: --bf16 contradicts it"),
+        ("--fp16", {"fp16": {"enabled": False}}, "fp16.enabled false: --fp16 contradicts it"),
+        (
+            "",
+            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            "fp16.enabled true: bf16.enabled true contradicts",
+        ),
+    ],
+)
+def test_another_precision_than_that_of_the_file_is_refused(
+    line: str, file: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read([*line.split(), "--deepspeed", str(tmp_path / "ds.json")])
+
+
+SHORT = ("gather_16bit_weights_on_model_save", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
+SHORT += ("param_persistence_threshold", "model_persistence_threshold", "module_granularity_threshold")
+
+
+@for_each(
+    "file",
+    [
+        {"zero_optimization": dict.fromkeys(SHORT, 5)},
+        {"zero_optimization": {"offload_param": {"device": "none", "pin_memory": True, "buffer_count": 5}}},
+        {"zero_optimization": {"offload_param": None, "offload_optimizer": {}, "stage3_x": 1}},
+        {"zero_optimization": {"offload_param": {"device": "None"}, "offload_optimizer": {"device": None}}},
+        {"zero_optimization": {"reduce_bucket_size": 0, "zero_hpz_partition_size": 1, "mics_shard_size": -1}},
+        {"zero_optimization": {"zero_quantized_weights": False, "zeropp_loco_param": None}},
+        {"zero_optimization": {"cpu_offload": False, "cpu_offload_param": False}},
+        {
+            "comms_config": {"verbose": False, "debug": True},
+            "monitor_config": {"tag": "x", "wandb": {"enabled": False}},
+        },
+        {"csv_monitor": {"enabled": True, "output_path": "x"}, "tensorboard": {"enabled": False, "output_path": "x"}},
+        {"wandb": {"enabled": False, "project": "x"}, "comet": {"enabled": None}, "amp": {"enabled": False}},
+        {"data_types": {"grad_accum_dtype": None}, "communication_data_type": None, "gradient_clipping": "none"},
+        {"compression_training": {"enabled": False, "x": {"y": [3]}}, "elasticity": {"enabled": "off", "max": 3}},
+        {"something_new": None, "other": [], "another": {}, "more": False, "and_more": 0, "last": "NULL"},
+        {"fp16": {"enabled": 0, "opt_level": "O2"}, "scheduler": None, "optimizer": {"type": "none"}},
+        {"bf16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 10}, "zero_optimization": False},
+    ],
+)
+def test_keys_of_a_file_that_ask_for_nothing_are_listed(file: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    command = read(["--deepspeed", str(tmp_path / "ds.json")])
+    assert command.config == parse([])
+    assert command.notes[0].startswith("nothing to do for: ")
+
+
+@for_each(
+    ("file", "said"),
+    [
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_optimizer.device cpu"),
+        (
+            {"gradient_cliping": 0},
+            "gradient_cliping 0: it has no equal here; drop it, or did you mean gradient_clipping?",
+        ),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights true: it has no equal here"),
+        ({"amp": {"enabled": True}}, "amp.enabled true: give bf16 or fp16 instead"),
+    ],
+)
+def test_keys_of_a_file_that_ask_for_something_else_are_refused(
+    file: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read(["--deepspeed", str(tmp_path / "ds.json")])
 
 
 def test_the_rate_of_a_deepspeed_scheduler_is_the_learning_rate(tmp_path: Path) -> None:
@@ -510,6 +691,87 @@ def test_what_was_done_is_said_in_a_line_each() -> None:
     assert read("--num_layers 3 --lr 1".split()).notes == []
 
 
+# -- flags that a script leaves out
+
+DROPOUTS = "--attention-dropout 0 (0.1 there), --hidden-dropout 0 (0.1 there)"
+MEGATRON = (
+    f"not given, and different in Megatron-LM: {DROPOUTS}, --lr-decay-style constant (linear there), --eval-interval 0 "
+    "(1000 there), --eval-iters 10 (100 there), --log-interval 1 (100 there), --num-workers 1 (2 there)"
+)
+TRAINER = (
+    "not given, and different in Hugging Face: --lr 0.0003 (5e-05 there), --weight-decay 0.01 (0 there), "
+    "--lr-decay-style constant (linear there), --micro-batch-size 1 (8 there), --seed 1234 (42 there), --eval-iters 10 "
+    "(all there), --log-interval 1 (500 there), --save-interval 0 (500 there), --num-workers 1 (0 there)"
+)
+JSON = "--deepspeed FILE"  # of the values in the second column
+
+
+@for_each(
+    ("line", "file", "said"),
+    [
+        ("--num-layers 2 --lr 1", None, ""),  # of no other system
+        ("--num-layers 2 --use-flash-attn", None, MEGATRON),
+        ("--fp16", None, f"{MEGATRON}, --initial-loss-scale 2^16 (2^32 there), --grad-dtype fp32 (fp16 there)"),
+        ("--bf16 --attention-dropout 0 --hidden-dropout 0.1 --lr-decay-style cosine --eval-interval 1 --eval-iters 2 "
+         "--log-interval 100", None, "not given, and different in Megatron-LM: --num-workers 1 (2 there)"),
+        ("--use-flash-attn --preset PRESET", None, MEGATRON.replace(f"{DROPOUTS}, ", "")),
+        ("--architecture llama --tp 1", None, f"{MEGATRON}, --untie-embeddings yes (no there), "
+            "--norm-epsilon 1e-06 (1e-05 there)"),
+        ("--max_steps 9 --architecture llama", None, TRAINER),
+        ("--max_steps 9 --bf16 --learning_rate 1", None,
+         TRAINER.replace("--lr 0.0003 (5e-05 there), ", "") + f", {DROPOUTS}"),
+        ("--eval-only --load x --use-flash-attn", None, ""),
+        (JSON, {"zero_optimization": {"stage": 2}}, f"{MEGATRON}; different in DeepSpeed: --clip-grad 1 (0 there)"),
+        (f"{JSON} --max_steps 9 --architecture llama", {"fp16": {"enabled": True}},
+         f"{TRAINER}; different in DeepSpeed: --clip-grad 1 (0 there)"),
+        (JSON, {"gradient_clipping": 1, "optimizer": {"type": "AdamW"}},
+         f"{MEGATRON}; different in DeepSpeed: --lr 0.0003 (0.001 there), --weight-decay 0.01 (0 there)"),
+        (JSON, {"gradient_clipping": 1, "scheduler": {"params": {"warmup_type": "linear"}}},
+         f"{MEGATRON}; different in DeepSpeed: --lr-warmup-iters 0 (1000 there)"),
+        (JSON, {"gradient_clipping": 1, "scheduler": {"params": {"warmup_num_steps": 9}}},
+         f"{MEGATRON}; different in DeepSpeed: warm-up linear (logarithmic there)"),
+    ],
+)  # fmt: skip
+def test_values_that_a_script_of_another_system_leaves_out_are_reported(
+    line: str, file: dict[str, object] | None, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    (tmp_path / "p.toml").write_text("attention-dropout = 0.2\nhidden-dropout = 0.0\n")
+    line = line.replace("FILE", str(tmp_path / "ds.json")).replace("PRESET", str(tmp_path / "p.toml"))
+    command = read(line.split())
+    assert command.left_out(command.config) == said
+
+
+def test_the_defaults_of_a_device_are_compared_too() -> None:
+    command = read("--use-flash-attn --lr-warmup-iters 0".split())
+    on_gpu = with_values(command.config, {"precision": "bf16", "lr-warmup-iters": 7})
+    assert "--precision bf16 (fp32 there)" in command.left_out(on_gpu)
+    assert "lr-warmup-iters" not in command.left_out(on_gpu)  # it is given
+
+
+def test_docs_megatron_md_has_every_other_default() -> None:
+    """`python -m benchmarks.reports.foreign` writes the table."""
+    text = (ROOT / "docs" / "megatron.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    header, *table = rows[:1] + rows[2:]
+    cells = {row[0].strip("`").removeprefix("--"): dict(zip(header, row, strict=True)) for row in table}
+    for system, theirs in read_defaults().items():
+        for name, value in theirs.items():
+            rows_of = value if isinstance(value, dict) and "here" not in value else {name: value}
+            for flag, there in rows_of.items():
+                here = there["here"] if isinstance(there, dict) else short_value(flags()[flag].default)
+                assert cells[flag]["here"] == here
+                there = there["there"] if isinstance(there, dict) else short_value(there)
+                assert there in [part.split(" (")[0] for part in cells[flag][system].split(", ")], (system, flag)
+
+
+def test_what_has_no_effect_is_reported() -> None:
+    assert read("--sequence-parallel".split()).notes == [
+        "--sequence-parallel has no effect, because --tensor-model-parallel-size is 1"
+    ]
+    assert read("--seed 42 --data_seed 7".split()).notes == ["translated: --data_seed 7, overridden by --seed 42"]
+
+
 def test_the_given_flags_are_known(tmp_path: Path) -> None:
     preset = tmp_path / "p.toml"
     preset.write_text("lr = 0.5\nuntie-embeddings = true\n")
@@ -519,7 +781,7 @@ def test_the_given_flags_are_known(tmp_path: Path) -> None:
 
 def test_the_tables_are_read_whole() -> None:
     """Every file is read, every function of `conversions` is in a table, and every function in a table exists."""
-    assert {path.stem for path in FOLDER.glob("*.toml")} == {*FLAGS, DEEPSPEED_FILE, VALUES}
+    assert {path.stem for path in FOLDER.glob("*.toml")} == {*FLAGS, DEEPSPEED_FILE, VALUES, DEFAULTS}
     assert {entry.by for entry in [*ENTRIES, *read_table(DEEPSPEED_FILE)]} == set(CONVERSIONS)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -76,3 +77,81 @@ def test_a_requeued_job_that_has_not_saved_starts_where_it_did(tmp_path: Path) -
         flags += re.findall("flags: (.*)", done.stdout)
     given = "--save s --load s/iter_0000003"
     assert flags == [given, given, "s/iter_0000003 --load s --no-finetune"]
+
+
+# Stands in for srun: a run that knows its --save, a preset's, begins, saves and is ended by a signal of its scheduler.
+BEGINS_AND_SAVES = """\
+#!/bin/bash
+echo "flags: ${@: -2}"
+[ -z "$SAVES_IN" ] || { echo "$SAVES_IN"; stat -c %Y "$SAVES_IN/latest" 2>/dev/null || echo; } >"$MEGAZERO_BEGUN"
+if [ -n "$SAVES_AT" ]; then echo iter_7 >"$SAVES_IN/latest"; touch -d @"$SAVES_AT" "$SAVES_IN/latest"; fi
+exit 75
+"""
+
+
+def test_a_job_is_requeued_if_the_run_saved_wherever_its_save_folder_comes_from(tmp_path: Path) -> None:
+    """Of a preset, Hugging Face's flag, or --save=DIR; a later start resumes there. Stand-ins for SLURM."""
+    programs = {"srun": BEGINS_AND_SAVES, "scontrol": '#!/bin/bash\n[ "$1" = show ] || kill -TERM $PPID\necho node1\n'}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": "true", "PROGRAM": "srun", "SLURM_JOB_NODELIST": "node1"}
+
+    def start(restarts: int, saves_at: str, *flags: str, knows: bool = True, job: str = "7") -> str:
+        job_env = {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restarts), "SAVES_AT": saves_at}
+        job_env["SAVES_IN"] = str(tmp_path / "s") if knows else ""
+        command = ["timeout", "10", "bash", ROOT / "scripts" / "slurm" / "pretrain.sbatch", "--log-dir", "l", *flags]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env | job_env)
+        return done.stdout + done.stderr
+
+    (tmp_path / "s").mkdir()
+    assert "not requeued: nothing was saved since the start" in start(0, "", "--preset", "p.toml")
+    assert "requeued: resumes from iter_7" in start(0, "100", "--preset", "p.toml")
+    requeued = start(1, "200", "--preset", "p.toml")  # it saved in its first start
+    assert f"flags: {tmp_path / 's'} --no-finetune" in requeued and "resumes from iter_7" in requeued
+    assert "not requeued: nothing was saved since iter_7" in start(2, "", "--preset", "p.toml")
+    assert "flags: --preset p.toml" in start(0, "", "--preset", "p.toml", job="8")  # another job, in the same folder
+    assert "flags: --preset p.toml" in start(1, "", "--preset", "p.toml", job="8")  # which has not saved
+    for flags in (["--output_dir", "s"], ["--output_dir=s"], ["--output-dir", "s"], ["--save=s"]):
+        at = str(300 + len(flags) + len(flags[0]))
+        assert "requeued: resumes from iter_7" in start(0, at, *flags), flags
+
+
+# Stands in for srun: ranks that begin when the file `go` is there, and end at the signal.
+BEGINS_LATE = """\
+#!/bin/bash
+until [ -e go ]; do sleep 0.02; done
+[ -e dies ] && exit 143
+printf '\\n\\n' >"$MEGAZERO_BEGUN"
+until [ -e signalled ]; do sleep 0.02; done
+exit 75
+"""
+
+
+def test_ranks_that_have_not_begun_are_not_signalled_until_they_have(tmp_path: Path) -> None:
+    """USR1 would end them without a word. The job belongs to an array. Stand-ins for SLURM."""
+    programs = {"srun": BEGINS_LATE, "scontrol": "#!/bin/bash\necho node1\n"}
+    programs |= {"scancel": '#!/bin/bash\ntest -e l/ranks/5_3/begun && echo "$1" >signalled\n'}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "pretrain_gpt.py").touch()
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": "true", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_ID": "8"}
+    env |= {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3", "REQUEUE": "0"}
+    command = ["bash", ROOT / "scripts" / "slurm" / "pretrain.sbatch", "--log-dir", "l"]
+    for dies in (False, True):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, cwd=tmp_path, env=env, text=True, **pipes) as job:
+            lines = iter(job.stdout.readline, "")
+            assert any("meeting at" in line for line in lines)
+            job.send_signal(signal.SIGUSR1)
+            assert any("the ranks have not begun to train yet" in line for line in lines)
+            if dies:
+                (tmp_path / "dies").touch()
+            (tmp_path / "go").touch()
+            rest = "".join(lines)
+        assert job.returncode == (143 if dies else 75)
+        assert ("give more --time" in rest) == dies
+        assert dies or (tmp_path / "signalled").read_text() == "--signal=USR1\n"
+        (tmp_path / "go").unlink()
+        (tmp_path / "signalled").unlink(missing_ok=True)
