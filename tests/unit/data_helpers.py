@@ -1,13 +1,18 @@
 """Corpora for the data tests: the file format written and read with `struct` alone, apart from the code."""
 
+import json
 import struct
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+
+from megazero.data.tokenizer import gpt2_backend
 
 CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 
@@ -50,6 +55,43 @@ def write_corpus(prefix: Path, sequences: list[list[int]], documents: list[int] 
     Path(f"{prefix}.bin").write_bytes(pack_tokens(code, sequences))
     Path(f"{prefix}.idx").write_bytes(pack_index(code, [len(s) for s in sequences], documents))
     return prefix
+
+
+def write_byte_tokenizer(
+    folder: Path,
+    special: Sequence[str] = (),
+    ordinary: Sequence[str] = (),
+    begins: Sequence[str] = (),
+    **files: Any,
+) -> Path:
+    """Write a tokenizer.json of the 256 bytes, then of tokens that texts are searched for, from id 256.
+
+    Args:
+        special: tokens that are special.
+        ordinary: tokens that are not, behind them.
+        begins: tokens that its post-processor puts before a text.
+        files: contents of further files, by the name without .json: objects; a text is a .jinja.
+    """
+    from tokenizers import AddedToken, processors
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = letters + [256 + k for k in range(256 - len(letters))]  # GPT-2's, in the order of its vocabulary
+    backend = gpt2_backend(BPE({chr(letter): number for number, letter in enumerate(letters)}, []))
+    assert len(ByteLevel.alphabet()) == len(letters)
+    backend.add_special_tokens(list(special))
+    backend.add_tokens([AddedToken(name, normalized=False) for name in ordinary])
+    if begins:
+        pairs = [(name, backend.token_to_id(name)) for name in begins]
+        backend.post_processor = processors.TemplateProcessing(single=[*begins, "$A"], special_tokens=pairs)
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | files.pop("tokenizer_config", {})
+    for name, content in {"tokenizer_config": settings, **files}.items():
+        is_text = isinstance(content, str)
+        (folder / f"{name}.{'jinja' if is_text else 'json'}").write_text(content if is_text else json.dumps(content))
+    return folder
 
 
 def numbered_documents(num_documents: int, seed: int = 0, low: int = 1, high: int = 12) -> list[list[int]]:

@@ -1,21 +1,26 @@
 # ruff: noqa: RUF001 - the probe holds letters of many scripts
 """`Tokenizer`, the interface; its probe and identity; its files, packed for a checkpoint."""
 
+import copy
 import functools
 import hashlib
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from megazero.files import explain
 
-# Names of the token that ends a document, unless a tokenizer configures one: GPT-2's, LLaMA's.
-END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
+# Names of the special token that ends a document: of GPT-2, Llama 1 and 2, Gemma, Llama 3, DeepSeek, Command, Kimi,
+# Megatron-LM. Others are configured.
+END_OF_DOCUMENT = (
+    *("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    *("<EOS_TOKEN>", "[EOS]", "<EOD>"),
+)
 Ids = npt.NDArray[Any]
 # Texts that tokenizers of one vocabulary encode differently: white space, cases, contractions, digits, scripts, accents
 # in both normal forms, joined emoji, code, markup, and names of special tokens.
@@ -35,17 +40,27 @@ PROBE = (
 class Tokenizer(ABC):
     """Text to ids in [0, `vocab_size`) and back. `spec` is the value of --tokenizer."""
 
-    def __init__(self, spec: str, vocab_size: int, eod: int | None) -> None:
-        self.spec, self.vocab_size, self._eod = spec, vocab_size, eod
+    def __init__(
+        self, spec: str, vocab_size: int, eod: int | None, beginning: Sequence[int] = (), begins: bool = False
+    ) -> None:
+        """Set the facts of every kind.
+
+        Args:
+            beginning: ids of the beginning of a text; none: it has no such token.
+            begins: its own settings put them before a text.
+        """
+        self.spec, self.vocab_size, self._eod, self._beginning = spec, vocab_size, eod, tuple(beginning)
+        self.begins = begins
+        self.bos = self._beginning if begins else ()  # ids that begin each text here
 
     @property
     def eod(self) -> int:
         """The end-of-document id. ValueError if there is none: raised only where one is needed."""
         if self._eod is None:
             raise ValueError(
-                f"--tokenizer {self.spec}: it has no end-of-document token ({', '.join(END_OF_DOCUMENT)}, or "
-                "eos_token in tokenizer_config.json), which --append-eod, --eod-mask-loss and --reset-... need; add "
-                "one to it, or leave these flags out"
+                f"--tokenizer {self.spec}: it has no end-of-document token (a special one, such as "
+                f"{', '.join(END_OF_DOCUMENT[:2])}, or eos_token in tokenizer_config.json), which --append-eod, "
+                "--eod-mask-loss and --reset-... need; add one to it, or leave these flags out"
             )
         return self._eod
 
@@ -68,6 +83,26 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
         return self.encode_batch([text])[0]
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of whole texts, each after `bos`; `encode_batch` is for parts of texts."""
+        return [[*self.bos, *ids] for ids in self.encode_batch(texts)]
+
+    def prepending(self, asked: bool | None) -> Self:
+        """This tokenizer with the beginning of a text in `bos`, or without; None: as it is.
+
+        Raises:
+            ValueError: it has no beginning.
+        """
+        if asked and not self._beginning:
+            raise ValueError(
+                f"--prepend-bos: --tokenizer {self.spec} has no beginning-of-text token (bos_token in "
+                "tokenizer_config.json); add one to it, or leave the flag out"
+            )
+        found = copy.copy(self)
+        if asked is not None:
+            found.bos = self._beginning if asked else ()
+        return found
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Ids]:
         """The ids of all texts one after another, and the number of each text's."""

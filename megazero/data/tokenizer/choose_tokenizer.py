@@ -1,5 +1,6 @@
 """From --tokenizer to a `Tokenizer`: the kind is named, or recognised by the files at a path."""
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -12,18 +13,23 @@ from megazero.data.tokenizer.backends import (
     SentencePieceTokenizer,
     TiktokenTokenizer,
     TransformersTokenizer,
-    configured_eos,
-    find_eod,
     gpt2_backend,
 )
-from megazero.data.tokenizer.base import Tokenizer
+from megazero.data.tokenizer.base import END_OF_DOCUMENT, Tokenizer
+from megazero.data.tokenizer.special_tokens import (
+    add_configured,
+    configured_token,
+    configured_tokens,
+    find_eod,
+    read_settings,
+)
 from megazero.files import open_regular, read_json_object
 from megazero.optional import load_optional
 
 SPECS = (
     "a folder or a file: tokenizer.json of Hugging Face, vocab.json and merges.txt of GPT-2, a SentencePiece .model, "
     "or a tiktoken FILE with FILE.json; the same with the kind named (gpt2:DIR, sentencepiece:FILE, tiktoken:FILE); "
-    "or byte"
+    "llama2:FILE.model or megatron:FILE.model for Megatron-LM's; or byte"
 )
 # GPT-2's two files under Hugging Face's names, and under OpenAI's.
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
@@ -125,8 +131,11 @@ def _load_gpt2(spec: str, folder: Path) -> Tokenizer:
         pairs = [(Path(one), Path(other))]
     for vocab_file, merges_file in pairs:
         if vocab_file.is_file() and merges_file.is_file():
-            backend = gpt2_backend(BPE.from_file(str(vocab_file), str(merges_file)))
-            return FastTokenizer(spec, backend, find_eod(backend.get_vocab(), None))
+            model = BPE.from_file(str(vocab_file), str(merges_file))
+            # These files do not name special tokens: they are those that no merges make.
+            special = {name for name in END_OF_DOCUMENT if [token.value for token in model.tokenize(name)] != [name]}
+            backend = gpt2_backend(model)
+            return FastTokenizer(spec, backend, find_eod(backend.get_vocab(), special, None))
     if "," in str(folder):
         raise FileNotFoundError(f"{folder} must be VOCAB,MERGES, two files that exist")
     raise FileNotFoundError(f"no vocab.json and merges.txt (nor encoder.json and vocab.bpe) in {folder}")
@@ -151,7 +160,12 @@ def _load_hugging_face(spec: str, file: Path) -> Tokenizer:
     config = read_json_object(settings) if settings.exists() else {}
     os.close(open_regular(file))  # the library would wait for the writer of a FIFO
     backend = Backend.from_file(str(file))
-    eod = find_eod(backend.get_vocab(with_added_tokens=True), configured_eos(config))
+    merged = read_settings(file.parent)
+    add_configured(backend, merged, file.parent)
+    special = configured_tokens(merged)
+    special |= {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    known = backend.get_vocab(with_added_tokens=True)
+    eod = find_eod(known, special, configured_token(merged, "eos_token"))
     others = {name: (file.parent / name).read_bytes() for name in OTHER_FILES if (file.parent / name).is_file()}
     return FastTokenizer(spec=spec, backend=backend, eod=eod, settings=config, others=others)
 
@@ -173,6 +187,6 @@ def _load_transformers(spec: str, folder: Path) -> Tokenizer:
 # Kinds that a SPEC can name, KIND:PATH.
 NAMED: dict[str, Callable[[str, Path], Tokenizer]] = {
     "gpt2": _load_gpt2,
-    "sentencepiece": SentencePieceTokenizer,
+    **{kind: functools.partial(SentencePieceTokenizer, kind=kind) for kind in ("sentencepiece", "llama2", "megatron")},
     "tiktoken": _load_tiktoken,
 }
