@@ -85,8 +85,14 @@ class Tokenizer(ABC):
         return self.encode_batch([text])[0]
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of whole texts, each after `bos`; `encode_batch` is for parts of texts."""
-        return [[*self.bos, *ids] for ids in self.encode_batch(texts)]
+        """The ids of whole texts, each after `bos`, which none has twice; `encode_batch` is for parts of texts."""
+        return [
+            ids if tuple(ids[: len(self.bos)]) == self.bos else [*self.bos, *ids] for ids in self.encode_batch(texts)
+        ]
+
+    def name_of(self, number: int) -> str:
+        """The token of an id."""
+        return next(token for token, known in self.vocabulary().items() if known == number)
 
     def prepending(self, asked: bool | None) -> Self:
         """This tokenizer with the beginning of a text in `bos`, or without; None: as it is.
@@ -146,6 +152,13 @@ def beside(saved: str, folder: Path) -> str:
         return saved
     kind, colon, path = saved.rpartition(":")
     return f"{kind}{colon}{folder / path}"
+
+
+def asked_beginning(prepend_bos: bool, no_prepend_bos: bool) -> bool | None:
+    """The argument of `Tokenizer.prepending` by two flags. ValueError if both are given."""
+    if prepend_bos and no_prepend_bos:
+        raise ValueError("--prepend-bos with --no-prepend-bos: they contradict each other; drop one")
+    return prepend_bos or (False if no_prepend_bos else None)
 
 
 def end_of_document(tokenizer: Tokenizer) -> int | None:
