@@ -205,7 +205,7 @@ def test_the_model_of_lm_eval_without_lm_eval(run, by_transformers) -> None:
     request = SimpleNamespace(args=("The quick", {"max_gen_toks": 9, "do_sample": False}))
     (whole,) = scorer.generate_until([request])
     ids = scorer.text.encode("The quick")
-    (greedy,) = Generator(scorer.inference, Sampling(temperature=0.0), 9, batch_size=1, eod=None).run([ids])
+    (greedy,) = Generator(scorer.inference, Sampling(temperature=0.0), 9, batch_size=1, ends=()).run([ids])
     assert whole == scorer.text.decode(greedy[0].new_ids) and len(whole) > 3
     request = SimpleNamespace(args=("The quick", {"max_gen_toks": 9, "until": ["~~", whole[2]]}))
     assert scorer.generate_until([request]) == [whole[: whole.index(whole[2])]]

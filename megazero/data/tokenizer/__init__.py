@@ -13,6 +13,7 @@ from megazero.data.tokenizer.backends import (
 )
 from megazero.data.tokenizer.base import (
     END_OF_DOCUMENT,
+    GENERATION,
     PROBE,
     Packed,
     Tokenizer,
@@ -21,10 +22,11 @@ from megazero.data.tokenizer.base import (
     end_of_document,
     pack,
 )
-from megazero.data.tokenizer.choose_tokenizer import OTHER_FILES, SPECS, hub_hint, load_tokenizer
+from megazero.data.tokenizer.choose_tokenizer import OTHER_FILES, SPECS, hub_hint, load_tokenizer, read_generation
 
 __all__ = [
     "END_OF_DOCUMENT",
+    "GENERATION",
     "OTHER_FILES",
     "PROBE",
     "SPECS",
@@ -41,4 +43,5 @@ __all__ = [
     "hub_hint",
     "load_tokenizer",
     "pack",
+    "read_generation",
 ]

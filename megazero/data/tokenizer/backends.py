@@ -32,7 +32,7 @@ class ByteTokenizer(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         return {**{f"byte {value}": value for value in range(256)}, END_OF_DOCUMENT[0]: 256}
 
-    def save(self, folder: Path) -> str:
+    def _save(self, folder: Path) -> str:
         return "byte"
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -64,9 +64,9 @@ class FastTokenizer(Tokenizer):
         backend.no_truncation()
         backend.no_padding()
         added = added_before(backend.encode("a").ids, backend.encode("a", add_special_tokens=False).ids)
-        token = configured_token(settings, "bos_token")
-        beginning = added or ((known[token],) if token in known else ())
-        super().__init__(spec, max(known.values()) + 1, eod, beginning, begins=bool(added))
+        bos, eos = (known.get(configured_token(settings, name) or "") for name in ("bos_token", "eos_token"))
+        beginning = added or (() if bos is None else (bos,))
+        super().__init__(spec, max(known.values()) + 1, eod, eos, beginning, begins=bool(added))
         self._backend = backend
         self._settings, self._others = dict(settings), dict(others)
 
@@ -91,7 +91,7 @@ class FastTokenizer(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
-    def save(self, folder: Path) -> str:
+    def _save(self, folder: Path) -> str:
         write_atomically(folder / "tokenizer.json", self.json.encode())
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self._eod is not None:
@@ -115,7 +115,7 @@ class TransformersTokenizer(Tokenizer):
         added = added_before(backend("a")["input_ids"], backend("a", add_special_tokens=False)["input_ids"])
         beginning = added or (() if backend.bos_token_id is None else (backend.bos_token_id,))
         eod = find_eod(known, special, backend.eos_token)
-        super().__init__(spec, max(known.values()) + 1, eod, beginning, begins=bool(added))
+        super().__init__(spec, max(known.values()) + 1, eod, backend.eos_token_id, beginning, begins=bool(added))
         self._backend = backend
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -124,7 +124,7 @@ class TransformersTokenizer(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         return dict(self._backend.get_vocab())
 
-    def save(self, folder: Path) -> str:
+    def _save(self, folder: Path) -> str:
         backend = self._backend
         if bool(self.bos) != self.begins:
             backend = copy.deepcopy(backend)
@@ -152,18 +152,21 @@ class SentencePieceTokenizer(Tokenizer):
         self.kind, size = kind, self._backend.vocab_size()
         self._pieces = {self._backend.id_to_piece(number): number for number in range(size)}
         bos, eos, pad = self._backend.bos_id(), self._backend.eos_id(), self._backend.pad_id()
+        eod = eos if eos >= 0 else None
         if kind == "megatron":
             ends = [name for name, number in (("<PAD>", pad), ("<BOS>", bos), ("<EOS>", eos)) if number < 0]
             for name in ("<CLS>", "<SEP>", "<EOD>", "<MASK>", *ends):
                 self._pieces.setdefault(name, len(self._pieces))
-            eos = self._pieces["<EOD>"]
-        if eos < 0:
+            eod = self._pieces["<EOD>"]
+        if eod is None:
             control = {piece for piece, number in self._pieces.items() if self._backend.is_control(number)}
-            eos = find_eod(self._pieces, control, None)
+            eod = find_eod(self._pieces, control, None)
         begins = kind == "llama2" or (
             kind == "sentencepiece" and read_settings(path.parent).get("add_bos_token") is True
         )
-        super().__init__(spec, len(self._pieces), eos, (bos,) if bos >= 0 else (), begins)
+        super().__init__(
+            spec, len(self._pieces), eod, eos if eos >= 0 else None, (bos,) if bos >= 0 else (), begins=begins
+        )
         if kind == "llama2":
             self.prepending(True)  # raises if it has none
 
@@ -178,7 +181,7 @@ class SentencePieceTokenizer(Tokenizer):
         number = int(getattr(self._backend, f"{kind}_id")())
         return str(self._backend.id_to_piece(number)) if number >= 0 else None
 
-    def save(self, folder: Path) -> str:
+    def _save(self, folder: Path) -> str:
         write_atomically(folder / "tokenizer.model", self._backend.serialized_model_proto())
         kind = self.kind if self.kind == "megatron" else "llama2" if self.bos else "sentencepiece"
         return f"{kind}:{{}}/tokenizer.model"
@@ -208,9 +211,10 @@ class TiktokenTokenizer(Tokenizer):
         pairs = (line.split() for line in ranks.splitlines() if line)
         tokens = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
         self._backend = tiktoken.Encoding("file", pat_str=pattern, mergeable_ranks=tokens, special_tokens=special)
-        eod, bos = (configured_token(settings, name) for name in ("eos_token", "bos_token"))
+        eos, bos = (configured_token(settings, name) for name in ("eos_token", "bos_token"))
         beginning, begins = (special[bos],) if bos in special else (), settings.get("add_bos_token") is True
-        super().__init__(spec, self._backend.max_token_value + 1, find_eod(special, special, eod), beginning, begins)
+        size, end = self._backend.max_token_value + 1, find_eod(special, special, eos)
+        super().__init__(spec, size, end, special.get(eos or ""), beginning, begins=begins)
         self._tokens, self._special = tokens, special
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -219,7 +223,7 @@ class TiktokenTokenizer(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         return {token.decode("latin-1"): rank for token, rank in self._tokens.items()} | self._special
 
-    def save(self, folder: Path) -> str:
+    def _save(self, folder: Path) -> str:
         settings = self.settings | ({} if bool(self.bos) == self.begins else {"add_bos_token": bool(self.bos)})
         write_atomically(folder / "tokenizer.tiktoken", self.ranks)
         write_atomically(folder / "tokenizer.tiktoken.json", json.dumps(settings, indent=2).encode())

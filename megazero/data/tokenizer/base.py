@@ -4,6 +4,7 @@
 import copy
 import functools
 import hashlib
+import json
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from megazero.files import explain
+from megazero.files import explain, write_atomically
 
 # Names of the special token that ends a document: of GPT-2, Llama 1 and 2, Gemma, Llama 3, DeepSeek, Command, Kimi,
 # Megatron-LM. Others are configured.
@@ -21,6 +22,7 @@ END_OF_DOCUMENT = (
     *("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     *("<EOS_TOKEN>", "[EOS]", "<EOD>"),
 )
+GENERATION = "generation_config.json"  # transformers' settings of generation; they name the ends of a text
 Ids = npt.NDArray[Any]
 # Texts that tokenizers of one vocabulary encode differently: white space, cases, contractions, digits, scripts, accents
 # in both normal forms, joined emoji, code, markup, and names of special tokens.
@@ -40,17 +42,26 @@ PROBE = (
 class Tokenizer(ABC):
     """Text to ids in [0, `vocab_size`) and back. `spec` is the value of --tokenizer."""
 
+    generation = b""  # the generation_config.json of the model to which it belongs
+
     def __init__(
-        self, spec: str, vocab_size: int, eod: int | None, beginning: Sequence[int] = (), begins: bool = False
+        self,
+        spec: str,
+        vocab_size: int,
+        eod: int | None,
+        eos: int | None = None,
+        beginning: Sequence[int] = (),
+        begins: bool = False,
     ) -> None:
         """Set the facts of every kind.
 
         Args:
+            eos: id of its eos_token, which may end a message instead of a document.
             beginning: ids of the beginning of a text; none: it has no such token.
             begins: its own settings put them before a text.
         """
         self.spec, self.vocab_size, self._eod, self._beginning = spec, vocab_size, eod, tuple(beginning)
-        self.begins = begins
+        self.begins, self._eos = begins, eos
         self.bos = self._beginning if begins else ()  # ids that begin each text here
 
     @property
@@ -64,6 +75,13 @@ class Tokenizer(ABC):
             )
         return self._eod
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end a text: those of `generation`, the end of a document, the eos_token."""
+        known = json.loads(self.generation).get("eos_token_id") if self.generation else None
+        ends = [*(known if isinstance(known, list) else [known]), self._eod, self._eos]
+        return tuple(dict.fromkeys(end for end in ends if end is not None))
+
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text."""
@@ -76,9 +94,15 @@ class Tokenizer(ABC):
     def vocabulary(self) -> dict[str, int]:
         """Every token and its id."""
 
-    @abstractmethod
     def save(self, folder: Path) -> str:
         """Write the tokenizer into an existing folder; the SPEC that reads it, with the folder as `{}`."""
+        if self.generation:
+            write_atomically(folder / GENERATION, self.generation)
+        return self._save(folder)
+
+    @abstractmethod
+    def _save(self, folder: Path) -> str:
+        """Write the tokenizer alone, as `save`."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""

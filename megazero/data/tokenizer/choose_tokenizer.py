@@ -15,7 +15,7 @@ from megazero.data.tokenizer.backends import (
     TransformersTokenizer,
     gpt2_backend,
 )
-from megazero.data.tokenizer.base import END_OF_DOCUMENT, Tokenizer
+from megazero.data.tokenizer.base import END_OF_DOCUMENT, GENERATION, Tokenizer
 from megazero.data.tokenizer.special_tokens import (
     add_configured,
     configured_token,
@@ -23,7 +23,7 @@ from megazero.data.tokenizer.special_tokens import (
     find_eod,
     read_settings,
 )
-from megazero.files import open_regular, read_json_object
+from megazero.files import open_regular, read_json_object, read_small
 from megazero.optional import load_optional
 
 SPECS = (
@@ -34,7 +34,7 @@ SPECS = (
 # GPT-2's two files under Hugging Face's names, and under OpenAI's.
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 # Files that transformers may read from a tokenizer's folder besides tokenizer.json and its configuration.
-OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", GENERATION)
 # Files from which transformers knows a tokenizer that has no tokenizer.json.
 SETTINGS = ("tokenizer_config.json", "config.json")
 # Bytes from which a file's kind is recognised: a line of tiktoken's holds a token of at most a few hundred bytes.
@@ -49,9 +49,26 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "byte":
         return ByteTokenizer(spec)
     kind, colon, path = spec.partition(":")
-    if colon and kind in NAMED:
-        return _guarded(spec, lambda: NAMED[kind](spec, Path(path)))
-    return _guarded(spec, lambda: _recognised(spec, Path(spec)))
+    named = NAMED[kind] if colon and kind in NAMED else None
+    path = path if named else spec
+    tokenizer = _guarded(spec, lambda: (named or _recognised)(spec, Path(path)))
+    tokenizer.generation = read_generation(path)
+    return tokenizer
+
+
+def read_generation(path: str) -> bytes:
+    """Return the generation_config.json in a folder, or next to a file; empty if there is none.
+
+    Raises:
+        ValueError: it is no JSON object, or its eos_token_id no id and no list of ids.
+    """
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / GENERATION
+    if not file.is_file():
+        return b""
+    ends = read_json_object(file).get("eos_token_id")
+    if not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends] if ends is not None else [])):
+        raise ValueError(f"{file}: eos_token_id {str(ends)[:80]} is no token id, and no list of them; correct it")
+    return read_small(file)
 
 
 def hub_hint(name: str, include: str = "") -> str:
@@ -167,6 +184,7 @@ def _load_hugging_face(spec: str, file: Path) -> Tokenizer:
     known = backend.get_vocab(with_added_tokens=True)
     eod = find_eod(known, special, configured_token(merged, "eos_token"))
     others = {name: (file.parent / name).read_bytes() for name in OTHER_FILES if (file.parent / name).is_file()}
+    others.pop(GENERATION, None)  # every kind of tokenizer has it
     return FastTokenizer(spec=spec, backend=backend, eod=eod, settings=config, others=others)
 
 

@@ -27,7 +27,7 @@ class Pairs(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         raise NotImplementedError
 
-    def save(self, folder: Path) -> str:
+    def _save(self, folder: Path) -> str:
         raise NotImplementedError
 
 
