@@ -176,6 +176,10 @@ class SentencePieceTokenizer(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         return dict(self._pieces)
 
+    def behind_model(self) -> dict[str, int]:
+        """The tokens that are not in the model, and their ids."""
+        return {name: number for name, number in self._pieces.items() if number >= self._backend.vocab_size()}
+
     def named(self, kind: str) -> str | None:
         """The piece that the model itself has for "eos", "bos", "unk" or "pad"; None if it has none."""
         number = int(getattr(self._backend, f"{kind}_id")())

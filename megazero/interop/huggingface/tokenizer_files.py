@@ -137,7 +137,9 @@ def _of_model(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
     eod = end_of_document(tokenizer)
     names = {f"{kind}_token": tokenizer.named(kind) for kind in ("bos", "eos", "unk", "pad")}
     names["eos_token"] = None if eod is None else tokenizer.name_of(eod)
-    return SENTENCEPIECE | {"add_bos_token": bool(tokenizer.bos)} | names
+    flags = {"special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+    added = {str(number): {"content": name} | flags for name, number in tokenizer.behind_model().items()}
+    return SENTENCEPIECE | {"add_bos_token": bool(tokenizer.bos), "added_tokens_decoder": added} | names
 
 
 def copy_files(source: Path, folder: Path) -> None:
