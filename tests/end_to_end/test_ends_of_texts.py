@@ -78,6 +78,20 @@ def check_ends(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     return made | {"config": json.loads((output / "config.json").read_text())}
 
 
+def assert_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str], begins: bool) -> None:
+    """A flag decides whether a prompt begins with <s>, which a tokenizer without it refuses."""
+    options = {"load": str(tmp_path / "run"), "prompt": (PROMPT,), "max_new_tokens": 1, "temperature": 0, "json": True}
+    if begins:
+        capsys.readouterr()
+        generate_texts(GenerateOptions(**options, no_prepend_bos=True), read_world())
+        assert json.loads(capsys.readouterr().out)["prompt"] == PROMPT
+        with pytest.raises(ValueError, match="--prepend-bos with --no-prepend-bos: they contradict"):
+            generate_texts(GenerateOptions(**options, prepend_bos=True, no_prepend_bos=True), read_world())
+    else:
+        with pytest.raises(ValueError, match=r"--prepend-bos: --tokenizer .* has no beginning-of-text token"):
+            generate_texts(GenerateOptions(**options, prepend_bos=True), read_world())
+
+
 CHATML = {
     "special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "tokenizer_config": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
@@ -97,6 +111,7 @@ def test_an_export_stops_as_its_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: dict, source: dict | None, ids: tuple
 ) -> None:
     made = check_ends(write_byte_tokenizer(tmp_path / "theirs", **tokenizer), tmp_path, capsys, source)
+    assert_begins(tmp_path, capsys, begins="begins" in tokenizer)
     bos, eos, pad = ids
     config = made["config"]
     assert (config["bos_token_id"], config["pad_token_id"]) == (bos, pad)

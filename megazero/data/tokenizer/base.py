@@ -114,9 +114,18 @@ class Tokenizer(ABC):
             ids if tuple(ids[: len(self.bos)]) == self.bos else [*self.bos, *ids] for ids in self.encode_batch(texts)
         ]
 
+    @property
+    def own_bos(self) -> tuple[int, ...]:
+        """The ids that its own settings put before a text, whatever `bos` is here."""
+        return self._beginning if self.begins else ()
+
     def name_of(self, number: int) -> str:
-        """The token of an id."""
-        return next(token for token, known in self.vocabulary().items() if known == number)
+        """The token of an id; "" if it is none."""
+        return next((token for token, known in self.vocabulary().items() if known == number), "")
+
+    def shown(self, number: int) -> str:
+        """A token for messages."""
+        return f"{self.name_of(number)!r} ({number})"
 
     def prepending(self, asked: bool | None) -> Self:
         """This tokenizer with the beginning of a text in `bos`, or without; None: as it is.
