@@ -156,6 +156,12 @@ def _finished(job: Job, column: Column) -> Column:
             f"--dtype {job.dtype} cannot hold token id {int(ids.max())} of --tokenizer {job.tokenizer}; give a wider "
             f"one, or leave it out: then the vocabulary decides"
         )
+    if ids.size and int(ids.max()) >= (size := cached_tokenizer(job.tokenizer).vocab_size):
+        raise ValueError(
+            f"--tokenizer {job.tokenizer}: its files have {size:,} tokens, and transformers gives the id "
+            f"{int(ids.max())} to a special token that only its settings name; save the tokenizer again, so that "
+            "tokenizer.json holds it"
+        )
     ids = ids.astype(job.dtype, copy=False)
     if job.append_eod:
         full = lengths > 0

@@ -158,7 +158,7 @@ def generate_texts(options: GenerateOptions, world: World) -> None:
     mesh = Mesh.build(layout, world.rank, device, TIMEOUT_MINUTES, check_buffers=False, hosts=hosts)
     inference = InferenceModel(path, model, mesh, state.master_precision)
     eod, data = end_of_document(tokenizer), state.config.get("data")
-    if isinstance(data, dict) and (note := packed_prompts(data, prompts, eod)):
+    if isinstance(data, dict) and (note := packed_prompts(data, [ids[len(tokenizer.bos) :] for ids in prompts], eod)):
         log.warning(note)
     guesses = Guesses(inference) if options.count_guesses else None
     generator = Generator(

@@ -154,6 +154,14 @@ def test_a_conversation_begins_once(tmp_path: Path, template: str) -> None:
     assert marked(f"{prefix}_q_a_document", theirs) == ["<s>[x]y"]
 
 
+def test_a_token_that_only_settings_name_is_refused(tmp_path: Path) -> None:
+    """transformers gives it an id behind the tokenizer's."""
+    settings = {"eos_token": "<|im_end|>"}
+    theirs = write_byte_tokenizer(tmp_path / "t", ["<|im_start|>"], tokenizer_config=settings, chat_template=CHATML)
+    with pytest.raises(ValueError, match=r"its files have 257 tokens, and transformers gives the id 257 .*; save"):
+        preprocess(tmp_path, [{"messages": TALK}], theirs, "--mask-from", "chat")
+
+
 @for_each(
     ("keys", "eod", "name", "expected"),
     [

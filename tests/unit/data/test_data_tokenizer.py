@@ -247,6 +247,23 @@ def test_settings_that_contradict_the_tokenizer(tmp_path: Path, files: dict, wor
         load_tokenizer(str(tmp_path / "t"))
 
 
+@pytest.mark.second
+def test_a_folder_that_transformers_alone_reads(sentencepiece_model: Path, tmp_path: Path) -> None:
+    """And a SentencePiece model whose folder says how texts begin."""
+    shutil.copy(sentencepiece_model, tmp_path / "tokenizer.model")
+    settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')
+    for spec in (str(tmp_path), f"sentencepiece:{tmp_path}/tokenizer.model"):
+        tokenizer = load_tokenizer(spec)
+        assert (tokenizer.bos, tokenizer.eod, tokenizer.ends) == ((1,), 2, (5, 2))
+        for asked in (True, False):
+            copy = tmp_path / f"{spec.partition(':')[0].strip('/').replace('/', '_')}{asked}"
+            copy.mkdir()
+            saved = load_tokenizer(tokenizer.prepending(asked).save(copy).replace("{}", str(copy)))
+            assert (saved.bos, saved.ends) == ((1,) if asked else (), (5, 2))
+
+
 @for_each("begins", [True, False])
 def test_a_chosen_beginning_travels_with_the_files(tmp_path: Path, sentencepiece_model: Path, begins: bool) -> None:
     """--prepend-bos decides, whatever the settings say; a saved tokenizer has the choice, for transformers too."""
