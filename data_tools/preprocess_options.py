@@ -53,8 +53,8 @@ class Options:
     append_eod: bool = False
     """End each document with the tokenizer's end-of-document token."""
     prepend_bos: FlagCreatePairsOff[bool] = False
-    """Begin each document with the tokenizer's beginning-of-text token, or tokens. Default: as the tokenizer's
-    post-processor, or add_bos_token next to a SentencePiece model, says. A document never begins with it twice."""
+    """Begin each document with the tokenizer's beginning-of-text token, or tokens. Default: those that its
+    post-processor puts before a text, or add_bos_token next to a SentencePiece model. None begins with them twice."""
     no_prepend_bos: FlagCreatePairsOff[bool] = False
     """Leave the beginning-of-text token out."""
     workers: int = 0

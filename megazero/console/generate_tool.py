@@ -50,8 +50,8 @@ class GenerateOptions:
     """Tokenizer, as --tokenizer of pretrain_gpt.py, with as many tokens as the run's. Empty: the run's own, from the
     checkpoint."""
     prepend_bos: FlagCreatePairsOff[bool] = False
-    """Begin each prompt with the tokenizer's beginning-of-text token, or tokens. Default: as its post-processor says. A
-    prompt never begins with it twice."""
+    """Begin each prompt with the tokenizer's beginning-of-text token, or tokens. Default: those that its
+    post-processor puts before a text. A prompt never begins with them twice."""
     no_prepend_bos: FlagCreatePairsOff[bool] = False
     """Leave the beginning-of-text token out."""
     max_new_tokens: int = 100

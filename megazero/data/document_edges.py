@@ -46,7 +46,7 @@ def read_edges(data: IndexedDataset, bos: Sequence[int], eod: int | None, limit:
             holds = holds or bool((data.tokens(start, min(stop, start + limit // count)) == eod).any())
             ends[int(data.tokens(stop - 1, stop)[0])] += 1
     usual, ended = ends.most_common(1)[0][0] if ends else -1, 0 if eod is None else ends[eod]
-    return Edges(sampled, begun, ended, holds or ended > 0, usual)
+    return Edges(sampled=sampled, begun=begun, ended=ended, holds_end=holds or ended > 0, usual_end=usual)
 
 
 def check_edges(

@@ -46,7 +46,7 @@ class CheckpointScorer:
             tokenizer: as --tokenizer; empty: the run's own, from the checkpoint.
             batch_size: sequences that are computed together; auto: the default.
             seed: of sampled texts.
-            add_bos_token: begin each text with the tokenizer's beginning; by default as its post-processor says.
+            add_bos_token: begin each text with the tokenizer's beginning; by default as its post-processor does.
             ignored: options of lm-eval for other models, such as max_batch_size and device.
 
         Raises:

@@ -116,7 +116,7 @@ class Tokenizer(ABC):
 
     @property
     def own_bos(self) -> tuple[int, ...]:
-        """The ids that its own settings put before a text, whatever `bos` is here."""
+        """The ids that its own settings put before a text; `bos` may differ."""
         return self._beginning if self.begins else ()
 
     def name_of(self, number: int) -> str:

@@ -258,7 +258,7 @@ def test_trained_sentencepiece_knows_every_character(tmp_path: Path, lines: Path
 
 @for_each(("begins", "flag"), [(True, "--no-prepend-bos"), (False, "--prepend-bos")])
 def test_a_run_begins_texts_as_its_corpus_does(tmp_path: Path, begins: bool, flag: str) -> None:
-    """With the copy of the tokenizer, and with the original, which has another default; else as the tokenizer says."""
+    """The copy of the tokenizer and the original, which has another default, begin texts so."""
     settings = {"tokenizer_config": {"bos_token": "<s>"}}
     theirs = write_byte_tokenizer(tmp_path / "t", ["<s>", "</s>"], begins=["<s>"] if begins else [], **settings)
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')

@@ -141,7 +141,7 @@ def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
 
 @for_each("template", [MARKED, CHATML, "{{ bos_token }}" + MARKED, "{{ bos_token }}" + CHATML])
 def test_a_conversation_begins_once(tmp_path: Path, template: str) -> None:
-    """Whether the template writes the beginning of a text or not. It is no target, in texts of several keys neither."""
+    """A template may write the beginning of a text itself. It is no target, in texts of several keys neither."""
     special = ["<s>", "<|im_start|>", "<|im_end|>"]
     settings = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
     theirs = write_byte_tokenizer(

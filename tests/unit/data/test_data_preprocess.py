@@ -95,7 +95,7 @@ def test_bytes_of_the_corpus(tmp_path: Path, lines: Path, eod: bool) -> None:
 def test_documents_begin_as_the_tokenizer_or_a_flag_says(
     tmp_path: Path, begins: bool, flags: tuple[str, ...], bos: list[int] | None
 ) -> None:
-    """Once each; the copy of the tokenizer says the same; another choice is another corpus."""
+    """Once each. The copy of the tokenizer has the choice; another choice is another corpus."""
     theirs = write_byte_tokenizer(
         tmp_path / "t", ["<s>", "</s>"], begins=["<s>"] if begins else [], tokenizer_config={"bos_token": "<s>"}
     )

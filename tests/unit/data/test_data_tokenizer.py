@@ -249,7 +249,7 @@ def test_settings_that_contradict_the_tokenizer(tmp_path: Path, files: dict, wor
 
 @pytest.mark.second
 def test_a_folder_that_transformers_alone_reads(sentencepiece_model: Path, tmp_path: Path) -> None:
-    """And a SentencePiece model whose folder says how texts begin."""
+    """A SentencePiece model, too, begins texts as its folder's settings do."""
     shutil.copy(sentencepiece_model, tmp_path / "tokenizer.model")
     settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -266,7 +266,7 @@ def test_a_folder_that_transformers_alone_reads(sentencepiece_model: Path, tmp_p
 
 @for_each("begins", [True, False])
 def test_a_chosen_beginning_travels_with_the_files(tmp_path: Path, sentencepiece_model: Path, begins: bool) -> None:
-    """--prepend-bos decides, whatever the settings say; a saved tokenizer has the choice, for transformers too."""
+    """A flag overrides the settings; a saved tokenizer has the choice, for transformers too."""
     theirs = write_byte_tokenizer(
         tmp_path / "t", ["<s>", "</s>"], begins=[] if begins else ["<s>"], tokenizer_config={"bos_token": "<s>"}
     )

@@ -66,7 +66,7 @@ def test_documents_that_differ_are_reported_by_corpus(
 
 @for_each("documents", [[[1, 2, TAG]] * 200, [[1, 2]], [[TAG]]])
 def test_flags_that_would_have_no_effect_are_refused(tmp_path: Path, documents: list[list[int]]) -> None:
-    """In a blend too; a corpus that holds no document says nothing."""
+    """One corpus of a blend is enough."""
     usual = {2: "'#' \\(2\\)", TAG: "'</s>' \\(258\\)"}[documents[0][-1]]
     words = f"sampled documents of --data-path .*c1 has the end-of-document token '<eos>' .*; most end with {usual}; "
     with pytest.raises(ValueError, match=f"^--eod-mask-loss: none of .*{words}preprocess them again with --append-eod"):
@@ -74,7 +74,7 @@ def test_flags_that_would_have_no_effect_are_refused(tmp_path: Path, documents: 
 
 
 def test_another_end_in_the_description_is_reported(tmp_path: Path) -> None:
-    """Of a corpus that was made when the tag of HTML ended documents."""
+    """A tag of HTML ended documents when this corpus was made."""
     assert notes(tmp_path, [[[1, 2, EOS]]], eod=EOS) == []
     (found,) = notes(tmp_path / "other", [[[1, 2, TAG]]], eod=TAG)
     assert found.startswith("documents of --data-path c0 end with '</s>' (258), and --tokenizer t has another end")
