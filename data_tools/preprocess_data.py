@@ -114,7 +114,7 @@ class Run:
                 self._recall()
             done = self.counts
             if self.tokenizer.bos:
-                names = " ".join(map(self.tokenizer.shown, self.tokenizer.bos))
+                names = self.tokenizer.shown(*self.tokenizer.bos)
                 print(f"each document begins with {names}; --no-prepend-bos leaves it out", file=sys.stderr)
             if state:
                 print(f"resuming after {done.text_bytes / 1e6:,.0f} MB of text, in {self.work.path}", file=sys.stderr)

@@ -124,13 +124,15 @@ def _layout_of(model: ModelConfig, options: GenerateOptions, world: World) -> La
 
 
 def _show(texts: list[Text], tokenizer: Tokenizer, as_json: bool, several: bool) -> None:
+    begin = len(tokenizer.bos)
     for text in texts:
         if as_json:
-            prompt, completion = (tokenizer.decode(ids) for ids in (text.ids[: text.num_prompt], text.new_ids))
+            prompt, completion = (tokenizer.decode(ids) for ids in (text.ids[begin : text.num_prompt], text.new_ids))
             record = {"prompt": prompt, "completion": completion, "finish": text.finish, "tokens": len(text.new_ids)}
             print(json.dumps(record), flush=True)
         else:
-            print(f"{tokenizer.decode(text.ids)}\n{'-' * 40}" if several else tokenizer.decode(text.ids), flush=True)
+            whole = tokenizer.decode(text.ids[begin:])
+            print(f"{whole}\n{'-' * 40}" if several else whole, flush=True)
 
 
 def generate_texts(options: GenerateOptions, world: World) -> None:
@@ -153,6 +155,8 @@ def generate_texts(options: GenerateOptions, world: World) -> None:
     prompts = [ids for ids in tokenizer.encode_texts(_read_prompts(options)) for _ in range(options.num_samples)]
     if not all(prompts):
         raise ValueError("--prompt has no token; give other text")
+    if tokenizer.bos and world.rank == 0:
+        print(f"prompts begin with {tokenizer.shown(*tokenizer.bos)}", file=sys.stderr)
     device = launch.pick_device(world)
     hosts = launch.start(world, device, TIMEOUT_MINUTES)
     mesh = Mesh.build(layout, world.rank, device, TIMEOUT_MINUTES, check_buffers=False, hosts=hosts)

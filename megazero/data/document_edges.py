@@ -79,7 +79,7 @@ def check_edges(
         of = f"{edges.sampled} sampled documents of --data-path {data.prefix}"
         if bos and edges.begun < edges.sampled:
             begins.append(
-                f"{edges.sampled - edges.begun} of {of} do not begin with {' '.join(map(tokenizer.shown, bos))}, which "
+                f"{edges.sampled - edges.begun} of {of} do not begin with {tokenizer.shown(*bos)}, which "
                 f"{name} puts before a text; if the model was trained with it, preprocess them with --prepend-bos"
             )
         if eod is None or edges.ended == edges.sampled:
@@ -94,6 +94,8 @@ def check_edges(
             f"{edges.sampled - edges.ended} of {of} do not end with {end}; most end with {usual}: at such an end "
             f"{given} {'have' if len(flags) > 1 else 'has'} no effect"
         )
+    if tokenizer.bos and not begins:
+        begins.append(f"texts begin with {tokenizer.shown(*tokenizer.bos)}")
     return tuple(note for notes in (others, begins, ends) for note in _few(notes))
 
 

@@ -73,7 +73,7 @@ def check_ends(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     found = json.loads(capsys.readouterr().out)
     ended = source is not None
     assert found["finish"] == ("end of document" if ended else "length")
-    assert [found["tokens"] + ended, found["prompt"]] == [len(stopped), own.decode(prompt)]
+    assert [found["tokens"] + ended, found["prompt"]] == [len(stopped), PROMPT]
     assert stopped[-1] in (*own.ends, free[3]) if ended else stopped == free
     return made | {"config": json.loads((output / "config.json").read_text())}
 

@@ -123,9 +123,9 @@ class Tokenizer(ABC):
         """The token of an id; "" if it is none."""
         return next((token for token, known in self.vocabulary().items() if known == number), "")
 
-    def shown(self, number: int) -> str:
-        """A token for messages."""
-        return f"{self.name_of(number)!r} ({number})"
+    def shown(self, *ids: int) -> str:
+        """Tokens for messages."""
+        return " ".join(f"{self.name_of(number)!r} ({number})" for number in ids)
 
     def prepending(self, asked: bool | None) -> Self:
         """This tokenizer with the beginning of a text in `bos`, or without; None: as it is.

@@ -168,7 +168,7 @@ def _write_weights(
         index = {theirs: name for name, shard in zip(names, shards, strict=True) for theirs, _, _ in shard.announced}
         total = sum(shard.num_bytes for shard in shards)
         content = {"metadata": {"total_size": total}, "weight_map": index}
-        write_atomically(folder / INDEX, json.dumps(content, indent=2).encode())
+        write_atomically(folder / INDEX, (json.dumps(content, indent=2) + "\n").encode())
     for name, shard in zip(names, shards, strict=True):
         with TensorFile(folder / name, shard.announced, {"format": "pt"}) as file:
             for _, rows in itertools.groupby(shard.rows, key=lambda row: row.ours):

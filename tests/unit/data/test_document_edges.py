@@ -48,7 +48,7 @@ def notes(
             "an end --reset-attention-mask has no effect"
         ]),
         # beginnings
-        ([[[BOS, 1], [BOS, 2], []]], (), True, []),
+        ([[[BOS, 1], [BOS, 2], []]], (), True, ["texts begin with '<bos>' (256)"]),
         ([[[BOS, 1, 2]], [[1, 2], [BOS, 2]]], (), True, [
             "1 of 2 sampled documents of --data-path c1 do not begin with '<bos>' (256), which --tokenizer t puts"
         ]),
