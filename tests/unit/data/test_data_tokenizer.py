@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_tools import train_tokenizer
+from megazero.data.samples import require_vocabulary
 from megazero.data.tokenizer import PROBE, Tokenizer, beside, end_of_document, load_tokenizer, pack
 from megazero.run.run_state import RunState, attached_tokenizer
 from tests.helpers.table import for_each
@@ -317,6 +319,9 @@ def test_sentencepiece_as_megatron_reads_it(sentencepiece_model: Path) -> None:
     # <CLS> <SEP> <EOD> <MASK>, and <PAD>, which this model lacks
     assert (megatron.vocab_size, megatron.eod) == (65, 62)
     assert megatron.encode("the quick") == plain.encode("the quick")
+    with pytest.raises(ValueError, match=r"holds token id 62, outside the vocabulary of 60; .*megatron:FILE.model"):
+        require_vocabulary("c", np.array([1, 62]), plain.vocab_size, "the corpus")
+    require_vocabulary("c", np.array([1, 62]), megatron.vocab_size, "the corpus")
     assert megatron.decode([*megatron.encode("the quick"), 62, *megatron.encode("fox")]) == "the quick<EOD>fox"
 
 
