@@ -50,12 +50,16 @@ class GigatokenDiffers(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of a worker. `dtype`: name of the token type. `digests`: hash each document, for --dedup."""
+    """Settings of a worker. `dtype`: name of the token type. `digests`: hash each document, for --dedup.
+
+    bos: ids that begin each document.
+    """
 
     tokenizer: str
     selection: Selection
     append_eod: bool
     dtype: str
+    bos: tuple[int, ...] = ()
     gigatoken: bool = False
     digests: bool = False
 
@@ -143,13 +147,20 @@ def _texts(job: Job, chunk: Chunk, bad: list[Bad], contents: list[bytes]) -> lis
 
 
 def _finished(job: Job, column: Column) -> Column:
-    """Return the column in the type of the file, with ends of documents."""
+    """Return the column in the type of the file, with beginnings and ends of documents."""
+    column = _begun(column, job.bos) if job.bos else column
     ids, lengths, mask = column.ids, column.lengths, column.mask
     limits = np.iinfo(job.dtype)
     if ids.size and (int(ids.max()) > limits.max or int(ids.min()) < limits.min):
         raise ValueError(
             f"--dtype {job.dtype} cannot hold token id {int(ids.max())} of --tokenizer {job.tokenizer}; give a wider "
             f"one, or leave it out: then the vocabulary decides"
+        )
+    if ids.size and int(ids.max()) >= (size := cached_tokenizer(job.tokenizer).vocab_size):
+        raise ValueError(
+            f"--tokenizer {job.tokenizer}: its files have {size:,} tokens, and transformers gives the id "
+            f"{int(ids.max())} to a special token that only its settings name; save the tokenizer again, so that "
+            "tokenizer.json holds it"
         )
     ids = ids.astype(job.dtype, copy=False)
     if job.append_eod:
@@ -161,6 +172,20 @@ def _finished(job: Job, column: Column) -> Column:
     if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
         raise ValueError(f"a document has {int(lengths.max()):,} tokens, and the format holds 2^31 - 1; divide it")
     return Column(ids, lengths, mask)
+
+
+def _begun(column: Column, bos: tuple[int, ...]) -> Column:
+    """Return the column with `bos` before each document that has tokens and does not begin with it. It is no target."""
+    ids, lengths, mask = column.ids, column.lengths, column.mask
+    starts, missing = np.cumsum(lengths) - lengths, lengths > 0
+    has = lengths >= len(bos)
+    for k, number in enumerate(bos):
+        has[has] = ids[starts[has] + k] == number
+    missing &= ~has
+    places = np.repeat(starts[missing], len(bos))
+    ids = np.insert(ids.astype(np.int64), places, np.tile(bos, int(missing.sum())))
+    mask = None if mask is None else np.insert(mask, places, False)
+    return Column(ids, lengths + len(bos) * missing, mask)
 
 
 def _encode(job: Job, texts: Sequence[str], chunk: Chunk) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:

@@ -21,7 +21,7 @@ from megazero.units import things
 
 PROGRAM = "merge_datasets.py"
 # Keys of PREFIX.json that must agree in all parts, and keys that are summed.
-SAME = ("tokenizer_hash", "vocab_size", "eod")
+SAME = ("tokenizer_hash", "vocab_size", "eod", "bos")
 SUMS = ("text_bytes", "empty_documents", "duplicate_documents", "skipped_lines")
 
 

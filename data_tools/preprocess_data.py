@@ -21,7 +21,6 @@ from data_tools.encoding import (
     Encoded,
     GigatokenDiffers,
     Job,
-    cached_tokenizer,
     encode_all,
     sample_texts,
     trust_gigatoken,
@@ -30,12 +29,11 @@ from data_tools.finished import record_of, refuse_other
 from data_tools.journal import Skipped, WorkFolder
 from data_tools.megatron import our_words
 from data_tools.next_step import to_merge, to_train
-from data_tools.preprocess_options import Options, selection_of, settings_of, token_type, workers_of
+from data_tools.preprocess_options import Options, selection_of, settings_of, token_type, tokenizer_of, workers_of
 from data_tools.reading import Chunk, Position, read_chunks
 from data_tools.seen import Seen
 from data_tools.sources import Source, find_sources, partition
 from data_tools.tool import check_workers, parse, progress_bar, run_tool
-from megazero.data.tokenizer import Tokenizer
 from megazero.data.writer import CorpusParts, publish
 from megazero.files import OutputFile, read_json_object
 from megazero.units import things
@@ -77,7 +75,7 @@ class Run:
         """record: see `data_tools.finished`."""
         self.options, self.sources, self.prefix, self.work, self.record = options, sources, prefix, work, record
         self.selection = selection_of(options)
-        self.tokenizer: Tokenizer = cached_tokenizer(options.tokenizer)
+        self.tokenizer = tokenizer_of(options)
         self.dtype = token_type(options, self.tokenizer)
         self.keys = self.selection.corpora
         state = work.state or {}
@@ -115,6 +113,9 @@ class Run:
                 stack.callback(self.digests.close)
                 self._recall()
             done = self.counts
+            if self.tokenizer.bos:
+                names = self.tokenizer.shown(*self.tokenizer.bos)
+                print(f"each document begins with {names}; --no-prepend-bos leaves it out", file=sys.stderr)
             if state:
                 print(f"resuming after {done.text_bytes / 1e6:,.0f} MB of text, in {self.work.path}", file=sys.stderr)
             bar = stack.enter_context(progress_bar("tokenizing", size_of(self.sources)))
@@ -123,6 +124,7 @@ class Run:
                 tokenizer=self.options.tokenizer,
                 selection=self.selection,
                 append_eod=self.options.append_eod,
+                bos=self.tokenizer.bos,
                 dtype=self.dtype,
                 gigatoken=self.encoder == "gigatoken",
                 digests=self.options.dedup,
@@ -220,6 +222,7 @@ class Run:
                     "saved_tokenizer": saved,
                     "vocab_size": self.tokenizer.vocab_size,
                     "eod": self.tokenizer.eod if self.options.append_eod else None,
+                    "bos": self.tokenizer.bos or None,
                     "key": key,
                     "partition": self.options.partition,
                     "made_with": self.record,
@@ -277,7 +280,7 @@ def preprocess(options: Options) -> list[Corpus]:
     selection = selection_of(options)
     whole = find_sources(options.input, selection.keys, options.input_format)
     sources = partition(whole, options.partition)
-    tokenizer = cached_tokenizer(options.tokenizer)
+    tokenizer = tokenizer_of(options)
     if options.append_eod:
         assert tokenizer.eod >= 0  # raises here if there is none, not in the first worker
     index, count = (int(word) for word in options.partition.split("/"))

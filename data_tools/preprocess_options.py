@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from tyro.conf import FlagCreatePairsOff
 
 from data_tools.chat import cached_template
 from data_tools.encoding import cached_tokenizer
 from data_tools.selection import MaskFrom, Selection, select
 from data_tools.sources import Format
 from megazero.data.indexed import dtype_for
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import Tokenizer, asked_beginning
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class Options:
     renders; the loss mask counts the assistant's tokens. Training obeys a loss mask, P_KEY_document.mask."""
     append_eod: bool = False
     """End each document with the tokenizer's end-of-document token."""
+    prepend_bos: FlagCreatePairsOff[bool] = False
+    """Begin each document with the tokenizer's beginning-of-text token, or tokens. Default: those that its
+    post-processor puts before a text, or add_bos_token next to a SentencePiece model. None begins with them twice."""
+    no_prepend_bos: FlagCreatePairsOff[bool] = False
+    """Leave the beginning-of-text token out."""
     workers: int = 0
     """Processes that tokenize. 0: one per core."""
     on_bad_line: Literal["stop", "skip"] = "stop"
@@ -85,17 +91,24 @@ def token_type(options: Options, tokenizer: Tokenizer) -> str:
     return name
 
 
+def tokenizer_of(options: Options) -> Tokenizer:
+    """Load the tokenizer, with the chosen beginning of a text."""
+    asked = asked_beginning(options.prepend_bos, options.no_prepend_bos)
+    return cached_tokenizer(options.tokenizer).prepending(asked)
+
+
 def selection_of(options: Options) -> Selection:
     return select(options.json_keys, options.mask_from)
 
 
 def settings_of(options: Options) -> dict[str, Any]:
     """All settings besides the inputs on which the result depends, by flag."""
-    tokenizer = cached_tokenizer(options.tokenizer)
+    tokenizer = tokenizer_of(options)
     return {
         "--tokenizer": [options.tokenizer, tokenizer.identity],
         "--json-keys": list(options.json_keys or selection_of(options).keys),
         "--append-eod": options.append_eod,
+        **({"--prepend-bos": tokenizer.bos} if tokenizer.bos else {}),  # a journal of earlier versions has none
         "--dtype": token_type(options, tokenizer),
         "--dedup": options.dedup,
         "--partition": options.partition,

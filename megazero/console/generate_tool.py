@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import NoReturn
 
 import tyro
+from tyro.conf import FlagCreatePairsOff
 
 from megazero import checkpoint
 from megazero.cluster import launch
-from megazero.data.tokenizer import Tokenizer, end_of_document
+from megazero.data.tokenizer import Tokenizer, asked_beginning, end_of_document
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
@@ -48,9 +49,15 @@ class GenerateOptions:
     tokenizer: str = ""
     """Tokenizer, as --tokenizer of pretrain_gpt.py, with as many tokens as the run's. Empty: the run's own, from the
     checkpoint."""
+    prepend_bos: FlagCreatePairsOff[bool] = False
+    """Begin each prompt with the tokenizer's beginning-of-text token, or tokens. Default: those that its
+    post-processor puts before a text. A prompt never begins with them twice."""
+    no_prepend_bos: FlagCreatePairsOff[bool] = False
+    """Leave the beginning-of-text token out."""
     max_new_tokens: int = 100
-    """Tokens to generate at most for each text; an end-of-document token ends it earlier. After --seq-length tokens,
-    the model attends to the last of them only, and each token takes the time of a whole window."""
+    """Tokens to generate at most for each text. An end-of-document token, the eos_token, or an end that the model's
+    generation_config.json names, ends it earlier. After --seq-length tokens, the model attends to the last of them
+    only, and each token takes the time of a whole window."""
     temperature: float = 0.8
     """Divides the logits. 0: always the likeliest token."""
     top_k: int = 50
@@ -117,13 +124,15 @@ def _layout_of(model: ModelConfig, options: GenerateOptions, world: World) -> La
 
 
 def _show(texts: list[Text], tokenizer: Tokenizer, as_json: bool, several: bool) -> None:
+    begin = len(tokenizer.bos)
     for text in texts:
         if as_json:
-            prompt, completion = (tokenizer.decode(ids) for ids in (text.ids[: text.num_prompt], text.new_ids))
+            prompt, completion = (tokenizer.decode(ids) for ids in (text.ids[begin : text.num_prompt], text.new_ids))
             record = {"prompt": prompt, "completion": completion, "finish": text.finish, "tokens": len(text.new_ids)}
             print(json.dumps(record), flush=True)
         else:
-            print(f"{tokenizer.decode(text.ids)}\n{'-' * 40}" if several else tokenizer.decode(text.ids), flush=True)
+            whole = tokenizer.decode(text.ids[begin:])
+            print(f"{whole}\n{'-' * 40}" if several else whole, flush=True)
 
 
 def generate_texts(options: GenerateOptions, world: World) -> None:
@@ -142,15 +151,18 @@ def generate_texts(options: GenerateOptions, world: World) -> None:
     if options.count_guesses and options.context_parallel_size > 1:
         raise ValueError("--count-guesses with --context-parallel-size above 1: each text is on one rank; drop one")
     tokenizer = tokenizer_for(options.tokenizer, path, state, model.vocab_size)
-    prompts = [ids for ids in tokenizer.encode_batch(_read_prompts(options)) for _ in range(options.num_samples)]
+    tokenizer = tokenizer.prepending(asked_beginning(options.prepend_bos, options.no_prepend_bos))
+    prompts = [ids for ids in tokenizer.encode_texts(_read_prompts(options)) for _ in range(options.num_samples)]
     if not all(prompts):
         raise ValueError("--prompt has no token; give other text")
+    if tokenizer.bos and world.rank == 0:
+        print(f"prompts begin with {tokenizer.shown(*tokenizer.bos)}", file=sys.stderr)
     device = launch.pick_device(world)
     hosts = launch.start(world, device, TIMEOUT_MINUTES)
     mesh = Mesh.build(layout, world.rank, device, TIMEOUT_MINUTES, check_buffers=False, hosts=hosts)
     inference = InferenceModel(path, model, mesh, state.master_precision)
     eod, data = end_of_document(tokenizer), state.config.get("data")
-    if isinstance(data, dict) and (note := packed_prompts(data, prompts, eod)):
+    if isinstance(data, dict) and (note := packed_prompts(data, [ids[len(tokenizer.bos) :] for ids in prompts], eod)):
         log.warning(note)
     guesses = Guesses(inference) if options.count_guesses else None
     generator = Generator(
@@ -158,7 +170,7 @@ def generate_texts(options: GenerateOptions, world: World) -> None:
         sampling=sampling,
         max_new_tokens=options.max_new_tokens,
         batch_size=options.batch_size,
-        eod=eod,
+        ends=tokenizer.ends,
     )
     if guesses is not None:
         generator = replace(generator, on_batch=guesses.texts.extend)

@@ -45,6 +45,7 @@ class Description(TypedDict, total=False):
     max_id: Annotated[int, msgspec.Meta(ge=-1)]
     vocab_size: Count
     eod: Count | None
+    bos: list[Count] | None
     dtype: str
     tokenizer: str
     tokenizer_hash: str

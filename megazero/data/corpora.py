@@ -15,6 +15,7 @@ import numpy as np
 
 from megazero.data.about import BLOCK_BYTES, SAMPLED_BYTES, read_about, verify
 from megazero.data.blending import BlendedDataset
+from megazero.data.document_edges import check_edges
 from megazero.data.fingerprint import fingerprint
 from megazero.data.indexed import IndexedDataset
 from megazero.data.mock import MockSamples, mock_loss_floor
@@ -39,6 +40,7 @@ class Datasets:
     validation: Samples
     test: Samples
     corpora: tuple[IndexedDataset, ...] = ()
+    edges: tuple[str, ...] = ()  # sentences on documents that begin or end in another way than the tokenizer's
     continued: tuple[str, ...] = ()  # sentences on corpora that earlier stages have read
 
     def _parts(self, split: str) -> list[GPTDataset]:
@@ -70,7 +72,7 @@ class Datasets:
         if isinstance(self.train, MockSamples):
             floor = mock_loss_floor(self.train.vocab_size)
             return [f"--mock-data: tokens are made up; the loss falls from ln(--vocab-size) to {floor:.4f} at best"]
-        return [*self._masked(), *self._packed(split), *self._divided(), *self.continued]
+        return [*self.edges, *self._masked(), *self._packed(split), *self._divided(), *self.continued]
 
     def _packed(self, split: str) -> list[str]:
         packed = [part for part in self._parts(split) if isinstance(part, PackedDataset)]
@@ -243,8 +245,8 @@ def open_datasets(
     """Open the corpora of --data-path, each once, and check them; to be called before any process group starts.
 
     Checks: the files, as `IndexedDataset` does; a random choice of their blocks, by the checksums in PREFIX.json; the
-    largest id, from PREFIX.json or a scan of both ends of the tokens; the tokenizer and, with `document_flags`, the
-    end-of-document tokens, as far as PREFIX.json names them; that each split in `needed` has a sample of every corpus.
+    largest id, from PREFIX.json or a scan of both ends of the tokens; the tokenizer, as far as PREFIX.json names it;
+    the first and last tokens of a sample of documents; that each split in `needed` has a sample of every corpus.
 
     Args:
         begins: where training data begin, in a later stage of a run.
@@ -270,6 +272,7 @@ def open_datasets(
         if not data.num_tokens and len(corpora) > 1:
             raise ValueError(f"--data-path {data.prefix} holds no token; leave it out")
     _check_sample(corpora, random.Random())
+    edges = check_edges(corpora, abouts, tokenizer, document_flags) if tokenizer is not None else ()
 
     given = zip((weight for weight, _ in pairs), corpora, strict=True)
     weights = [Fraction(data.num_tokens) if weight is None else weight for weight, data in given]
@@ -298,7 +301,7 @@ def open_datasets(
 
     train, validation, test = (opened(name) for name in SPLITS)
     continues = begins.notes(corpora, seq_length) if begins is not None else ()
-    return Datasets(train, validation, test, corpora=corpora, continued=continues)
+    return Datasets(train, validation, test, corpora=corpora, edges=edges, continued=continues)
 
 
 def _allow_files() -> None:

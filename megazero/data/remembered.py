@@ -1,11 +1,12 @@
 """The tokenizer of a run: the one that --tokenizer names, else the one that the description of a corpus remembers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.data.about import read_about
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.data.indexed import IndexedDataset
-from megazero.data.tokenizer import SPECS, Tokenizer, beside, load_tokenizer
+from megazero.data.tokenizer import SPECS, Tokenizer, beside, load_tokenizer, read_generation
 from megazero.flags.config import Config
 from megazero.flags.corpus_flags import document_flags
 
@@ -19,10 +20,31 @@ def data_tokenizer(config: Config) -> Tokenizer | None:
     Raises:
         ValueError: it cannot be read, or there is none and a flag needs one.
     """
+    found = _named_or_remembered(config)
+    if found is not None and not found.generation and config.hf_config:
+        found.generation = _generation_of(config.hf_config, found)
+    return found
+
+
+def _generation_of(source: str, tokenizer: Tokenizer) -> bytes:
+    """Return the generation_config.json of a model's source, whose ids are those of its own tokenizer."""
+    if not (generation := read_generation(source)):
+        return b""
+    folder = Path(source) if Path(source).is_dir() else Path(source).parent
+    try:
+        return generation if load_tokenizer(str(folder)).identity == tokenizer.identity else b""
+    except ValueError:  # it has none
+        return generation
+
+
+def _named_or_remembered(config: Config) -> Tokenizer | None:
+    """Load the tokenizer, as `data_tokenizer`."""
     data, size = config.data, config.model.vocab_size
-    if data.tokenizer:
-        return load_tokenizer(data.tokenizer)
     words = data.data_path or (read_data_args(data.data_args_path) if data.data_args_path else ())
+    if data.tokenizer:
+        named = load_tokenizer(data.tokenizer)
+        named.bos = _beginning_of_documents(words, named.bos)
+        return named
     for prefix in (prefix for _, prefix in parse_data_path(words)) if words else ():
         found = remembered_tokenizer(IndexedDataset(prefix))
         if found is not None and size and found.vocab_size > size:
@@ -36,6 +58,16 @@ def data_tokenizer(config: Config) -> Tokenizer | None:
             f"tokenizer; give --tokenizer: {SPECS}"
         )
     return None
+
+
+def _beginning_of_documents(words: Sequence[str], own: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ids that begin texts of a run: those of the first corpus, if PREFIX.json has them, or else `own`."""
+    try:
+        prefix = next((prefix for _, prefix in parse_data_path(words)), None) if words else None
+        about = read_about(IndexedDataset(prefix)) if prefix is not None else {}
+    except (OSError, ValueError):  # reported when the corpora are opened
+        return own
+    return tuple(about["bos"] or ()) if "bos" in about else own
 
 
 def remembered_tokenizer(data: IndexedDataset) -> Tokenizer | None:

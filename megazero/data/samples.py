@@ -260,5 +260,5 @@ def require_vocabulary(prefix: str, ids: Tokens, vocab_size: int, where: str) ->
         raise ValueError(
             f"--data-path {prefix}: {where} holds token id {low if low < 0 else high}, outside the "
             f"vocabulary of {vocab_size}; leave --vocab-size out, give the --tokenizer that the corpus was "
-            f"preprocessed with, or preprocess it again"
+            f"preprocessed with (megatron:FILE.model, if Megatron-LM's SentencePieceTokenizer), or preprocess it again"
         )

@@ -79,7 +79,8 @@ def encode_tasks(tasks: TaskItems, tokenizer: Tokenizer) -> EncodedTasks:
     """Encode all items in one batch.
 
     An option is encoded with its context, and its tokens are those behind the tokens of the context alone, without
-    white space at its end. Where there is no context, the end-of-document token stands for it.
+    white space at its end. It begins as texts of the tokenizer do. The beginning, or else the end-of-document token,
+    stands for a missing context.
 
     Raises:
         ValueError: a continuation has no token, or the tokenizer has no end-of-document token and an item needs it.
@@ -87,7 +88,7 @@ def encode_tasks(tasks: TaskItems, tokenizer: Tokenizer) -> EncodedTasks:
     texts = list[str]()
     for item in tasks.items:
         texts += _texts(item)
-    encoded, pairs = iter(tokenizer.encode_batch(texts)), list[tuple[Pair, ...]]()
+    encoded, pairs = iter(tokenizer.encode_texts(texts)), list[tuple[Pair, ...]]()
     for item, place in zip(tasks.items, tasks.places, strict=True):
         context, *wholes = [next(encoded) for _ in _texts(item)]
         found = tuple(_pair(context, whole, tokenizer) for whole in wholes)
@@ -105,7 +106,7 @@ def _texts(item: Item) -> list[str]:
 
 
 def _pair(context: list[int], whole: list[int], tokenizer: Tokenizer) -> Pair:
-    if context:
+    if context:  # at least the beginning of a text, if the tokenizer has one
         return Pair(context, whole[len(context) :])
     return Pair([tokenizer.eod], whole)
 

@@ -2,6 +2,8 @@
 
 import itertools
 
+import numpy as np
+
 from megazero.data.corpora import Datasets
 from megazero.data.samples import NO_TOKEN, Samples
 from megazero.data.tokenizer import Tokenizer, end_of_document
@@ -12,8 +14,8 @@ TOKENS = 1 << 16  # that are decoded, in a tenth of a second
 def bytes_per_token(datasets: Datasets, tokenizer: Tokenizer) -> float | None:
     """Return the mean bytes of UTF-8 text per counted target, in the first samples of the validation split.
 
-    An end of a document is a target without text. If the split is empty, the training split is read; None if that has
-    no text.
+    The beginning and the end of a document are targets without text. If the split is empty, the training split is
+    read; None if that has no text.
     """
     for samples in (datasets.validation, datasets.train):
         try:
@@ -26,11 +28,12 @@ def bytes_per_token(datasets: Datasets, tokenizer: Tokenizer) -> float | None:
 def _measured(samples: Samples, tokenizer: Tokenizer) -> float | None:
     num_bytes = num_targets = 0
     end = end_of_document(tokenizer)
+    without_text = [*tokenizer.bos, NO_TOKEN if end is None else end]
     for index in itertools.count():
         sample = samples[index]
         ids = sample.ids[1:] if sample.counts is None else sample.ids[1:][sample.counts.astype(bool)]
         ids = ids[ids != NO_TOKEN]
-        texts = ids[(ids != end) & (ids < tokenizer.vocab_size)]
+        texts = ids[~np.isin(ids, without_text) & (ids < tokenizer.vocab_size)]
         text = tokenizer.decode(texts.tolist()).strip("\ufffd")  # the ends of a sample may cut a character
         num_bytes += len(text.encode(errors="replace"))
         num_targets += len(ids)

@@ -41,7 +41,8 @@ class DataConfig:
     tokenizer: str = ""
     """File or folder of a tokenizer: tokenizer.json, vocab.json with merges.txt, a SentencePiece .model, or a tiktoken
     FILE with FILE.json. gpt2:DIR, sentencepiece:FILE and tiktoken:FILE name the kind, which is recognised without.
-    byte: one token per byte. Empty: the tokenizer of the corpus, which PREFIX.json names."""
+    llama2:FILE, megatron:FILE: Megatron-LM's Llama2Tokenizer and SentencePieceTokenizer. byte: one token per byte.
+    Empty: the tokenizer of the corpus, which PREFIX.json names."""
     eod_mask_loss: bool = False
     """Exclude from the loss the first token after each end-of-document token."""
     reset_attention_mask: bool = False

@@ -1,7 +1,7 @@
 """The loop of generation: prompts in, texts out, a batch at a time, from any model that computes logits."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -69,7 +69,7 @@ class Generator:
     sampling: Sampling
     max_new_tokens: int
     batch_size: int
-    eod: int | None  # ends a text
+    ends: Container[int]  # tokens that end a text
     on_batch: Callable[[list[Text]], None] = lambda texts: None  # gets complete texts of this rank, for statistics
 
     def run(self, prompts: Sequence[list[int]]) -> Iterator[list[Text]]:
@@ -102,7 +102,7 @@ class Generator:
                     drawn[row] = self.sampling.draw(logits[row].float().cpu(), generators[text.number])
             agreed = model.mesh.control_sum(drawn.to(model.mesh.device), model.mesh.pp, model.mesh.cp)
             for text, token in zip(growing, agreed.tolist(), strict=True):
-                if token == self.eod:
+                if token in self.ends:
                     text.finish = "end of document"
                     continue
                 text.ids.append(token)

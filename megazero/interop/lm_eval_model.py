@@ -10,7 +10,6 @@ from typing import Any
 from megazero import checkpoint
 from megazero.cluster import launch
 from megazero.data.task_requests import Pair
-from megazero.data.tokenizer import end_of_document
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.plan.layout.topology import Layout
 from megazero.generation.generate import Generator
@@ -37,6 +36,7 @@ class CheckpointScorer:
         tokenizer: str = "",
         batch_size: int | str = BATCH_SIZE,
         seed: int = 1234,
+        add_bos_token: bool | None = None,
         **ignored: object,
     ) -> None:
         """Load a checkpoint of any layout.
@@ -46,6 +46,7 @@ class CheckpointScorer:
             tokenizer: as --tokenizer; empty: the run's own, from the checkpoint.
             batch_size: sequences that are computed together; auto: the default.
             seed: of sampled texts.
+            add_bos_token: begin each text with the tokenizer's beginning; by default as its post-processor does.
             ignored: options of lm-eval for other models, such as max_batch_size and device.
 
         Raises:
@@ -59,7 +60,7 @@ class CheckpointScorer:
             raise ValueError(f"load={load} holds no checkpoint; {other_folder(Path(load))}")
         state = RunState.read(path)
         model = state.model_config(path)
-        self.text = tokenizer_for(tokenizer, path, state, model.vocab_size)
+        self.text = tokenizer_for(tokenizer, path, state, model.vocab_size).prepending(add_bos_token)
         self.max_length, self.seed = model.seq_length, seed
         self.batch_size = BATCH_SIZE if str(batch_size).startswith("auto") else int(batch_size)
         device = launch.pick_device(world)
@@ -67,12 +68,17 @@ class CheckpointScorer:
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token, which stands for a missing context."""
+        """The end-of-document token."""
         return self.text.eod
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands for a missing context: the beginning of a text, or else the end of a document."""
+        return self.text.bos[-1] if self.text.bos else self.text.eod
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: object) -> list[int]:
-        """Encode a text without special tokens."""
-        return self.text.encode(string)
+        """Encode a text, with its beginning unless `add_special_tokens` is False."""
+        return (self.text.encode_batch if add_special_tokens is False else self.text.encode_texts)([string])[0]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[object, list[int], list[int]]], **ignored: object
@@ -89,7 +95,13 @@ class CheckpointScorer:
                     f"tokens, more than --seq-length {self.max_length} of the checkpoint; leave the item out. Its text "
                     f"ends with {str(text)[-60:]!r}"
                 )
-        return self.score_pairs([Pair(context, continuation) for _, context, continuation in requests])
+        return self.score_pairs([self._pair(context, continuation) for _, context, continuation in requests])
+
+    def _pair(self, context: list[int], continuation: list[int]) -> Pair:
+        """Move the beginning of a text, which lm-eval 0.4.9 leaves before a continuation without context."""
+        bos = list(self.text.bos)
+        begun = bool(bos) and continuation[: len(bos)] == bos
+        return Pair(bos, continuation[len(bos) :]) if begun else Pair(context, continuation)
 
     def score_pairs(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether it is the model's likeliest."""
@@ -102,7 +114,8 @@ class CheckpointScorer:
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text, in windows: docs/tasks.md."""
-        texts = [Pair([self.eot_token_id], self.text.encode(request.args[0])) for request in requests]
+        before = list(self.text.bos) or [self.eot_token_id]
+        texts = [Pair(before, self.text.encode(request.args[0])) for request in requests]
         windows = [list(text.windows(self.max_length)) for text in texts]
         scores = iter(self.score_pairs([window for of_text in windows for window in of_text]))
         return [sum(next(scores)[0] for _ in of_text) for of_text in windows]
@@ -119,7 +132,7 @@ class CheckpointScorer:
                 f"max_gen_toks {length}: less than --seq-length {self.max_length} leaves room for a context"
             )
         temperature = float(options.get("temperature", 1.0)) if options.get("do_sample") else 0.0
-        prompt = self.text.encode(context)[length - self.max_length :] or [self.eot_token_id]
+        prompt = self.tok_encode(context)[length - self.max_length :] or [self.eot_token_id]
         generator = Generator(
             model=self.inference,
             sampling=Sampling(
@@ -127,7 +140,7 @@ class CheckpointScorer:
             ),
             max_new_tokens=length,
             batch_size=1,
-            eod=end_of_document(self.text),
+            ends=self.text.ends,
         )
         ((generated,),) = generator.run([prompt])
         text = self.text.decode(generated.new_ids)

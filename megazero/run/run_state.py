@@ -20,7 +20,7 @@ from megazero.flags.config import Config, ModelConfig, OptimizerConfig
 from megazero.flags.validate import check_values
 
 TOKENIZER = "tokenizer"  # folder of the tokenizer in a checkpoint
-SAVED_TOKENIZER = r"^((byte|((sentencepiece|tiktoken):)?tokenizer(/[A-Za-z0-9_.-]+)?)?)\Z"
+SAVED_TOKENIZER = r"^((byte|((sentencepiece|llama2|megatron|tiktoken):)?tokenizer(/[A-Za-z0-9_.-]+)?)?)\Z"
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Fingerprint = Annotated[str, Meta(pattern=r"^[^:]*:[^:]*\Z")]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megazero.data.tokenizer import Tokenizer, end_of_document
+from megazero.data.tokenizer import Tokenizer
 from megazero.engine.model.layers.context import DeviceBatch
 from megazero.engine.step.batch import MicroBatch
 from megazero.engine.step.engine import Engine
@@ -94,10 +94,10 @@ class TextSampler:
             sampling=sampling,
             max_new_tokens=num_tokens,
             batch_size=model.batch_size,
-            eod=end_of_document(tokenizer),
+            ends=tokenizer.ends,
         )
 
     def run(self) -> list[dict[str, str]]:
         """Return {"prompt", "text"} of every prompt, in order, on rank 0; nothing on the others."""
-        texts = [text for batch in self.generator.run(self.tokenizer.encode_batch(self.prompts)) for text in batch]
+        texts = [text for batch in self.generator.run(self.tokenizer.encode_texts(self.prompts)) for text in batch]
         return [{"prompt": self.prompts[t.number], "text": self.tokenizer.decode(t.new_ids)} for t in texts]

@@ -37,6 +37,8 @@ def write_tokenizer(folder: Path, eod: int | None, words: int = WORDS) -> Path:
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Sequence([decoders.Replace("w", " w"), decoders.Fuse()])
+    if eod is not None:
+        tokenizer.add_special_tokens(["<|endoftext|>"])
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -317,7 +319,7 @@ def on_a_rank(rank: int, path: Path, layout: Layout, prompts: list[list[int]]) -
     """(number, new tokens) of each text, on rank 0; runs on every rank."""
     mesh = Mesh.build(layout, rank, torch.device("cpu"))
     model = InferenceModel(path, RunState.read(path).model_config(path), mesh)
-    generator = Generator(model, Sampling(temperature=0), 9, batch_size=2, eod=None)
+    generator = Generator(model, Sampling(temperature=0), 9, batch_size=2, ends=())
     return [(text.number, text.new_ids) for texts in generator.run(prompts) for text in texts]
 
 

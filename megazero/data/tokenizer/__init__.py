@@ -1,7 +1,7 @@
 """Tokenizers behind one small interface: Hugging Face, GPT-2's own files, SentencePiece, tiktoken, and plain bytes.
 
-Encoding adds no begin-of-text or other special token; callers append `eod` themselves. Begin with `base`;
-`choose_tokenizer` recognises the kind of a --tokenizer.
+`encode_texts` puts the beginning of a text before each, `encode_batch` adds no special token; callers append `eod`
+themselves. Begin with `base`; `choose_tokenizer` recognises the kind of a --tokenizer.
 """
 
 from megazero.data.tokenizer.backends import (
@@ -11,11 +11,22 @@ from megazero.data.tokenizer.backends import (
     TiktokenTokenizer,
     gpt2_backend,
 )
-from megazero.data.tokenizer.base import END_OF_DOCUMENT, PROBE, Packed, Tokenizer, beside, end_of_document, pack
-from megazero.data.tokenizer.choose_tokenizer import OTHER_FILES, SPECS, hub_hint, load_tokenizer
+from megazero.data.tokenizer.base import (
+    END_OF_DOCUMENT,
+    GENERATION,
+    PROBE,
+    Packed,
+    Tokenizer,
+    asked_beginning,
+    beside,
+    end_of_document,
+    pack,
+)
+from megazero.data.tokenizer.choose_tokenizer import OTHER_FILES, SPECS, hub_hint, load_tokenizer, read_generation
 
 __all__ = [
     "END_OF_DOCUMENT",
+    "GENERATION",
     "OTHER_FILES",
     "PROBE",
     "SPECS",
@@ -25,10 +36,12 @@ __all__ = [
     "SentencePieceTokenizer",
     "TiktokenTokenizer",
     "Tokenizer",
+    "asked_beginning",
     "beside",
     "end_of_document",
     "gpt2_backend",
     "hub_hint",
     "load_tokenizer",
     "pack",
+    "read_generation",
 ]

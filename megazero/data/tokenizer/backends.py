@@ -1,6 +1,8 @@
 """The kinds of tokenizers, each with its own library, which is imported when one is made."""
 
 import base64
+import copy
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megazero.data.tokenizer.base import END_OF_DOCUMENT, Ids, Tokenizer
+from megazero.data.tokenizer.special_tokens import added_before, configured_token, find_eod, read_settings
 from megazero.files import write_atomically
 from megazero.optional import load_optional
 
@@ -29,7 +32,7 @@ class ByteTokenizer(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         return {**{f"byte {value}": value for value in range(256)}, END_OF_DOCUMENT[0]: 256}
 
-    def save(self, folder: Path) -> str:
+    def _save(self, folder: Path) -> str:
         return "byte"
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -56,10 +59,14 @@ class FastTokenizer(Tokenizer):
     ) -> None:
         """Wrap the backend. `save` also writes the `settings` of tokenizer_config.json and the files `others`."""
         # Ids may have gaps, and the vocabulary must hold the largest.
-        super().__init__(spec, max(backend.get_vocab(with_added_tokens=True).values()) + 1, eod)
+        known = backend.get_vocab(with_added_tokens=True)
         # A tokenizer.json may carry the truncation or padding of some other use.
         backend.no_truncation()
         backend.no_padding()
+        added = added_before(backend.encode("a").ids, backend.encode("a", add_special_tokens=False).ids)
+        bos, eos = (known.get(configured_token(settings, name) or "") for name in ("bos_token", "eos_token"))
+        beginning = added or (() if bos is None else (bos,))
+        super().__init__(spec, max(known.values()) + 1, eod, eos, beginning, begins=bool(added))
         self._backend = backend
         self._settings, self._others = dict(settings), dict(others)
 
@@ -69,13 +76,22 @@ class FastTokenizer(Tokenizer):
 
     @property
     def json(self) -> str:
-        """The contents of a tokenizer.json."""
-        return str(self._backend.to_str())
+        """The contents of a tokenizer.json, whose post-processor puts `bos` before a text."""
+        if bool(self.bos) == self.begins:
+            return str(self._backend.to_str())
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import processors
+
+        other = Backend.from_str(self._backend.to_str())
+        names = [other.id_to_token(number) for number in self.bos]
+        tokens = list(zip(names, self.bos, strict=True))
+        other.post_processor = processors.TemplateProcessing(single=[*names, "$A"], special_tokens=tokens)
+        return str(other.to_str())
 
     def vocabulary(self) -> dict[str, int]:
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
-    def save(self, folder: Path) -> str:
+    def _save(self, folder: Path) -> str:
         write_atomically(folder / "tokenizer.json", self.json.encode())
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self._eod is not None:
@@ -94,8 +110,12 @@ class TransformersTokenizer(Tokenizer):
     """A folder that only `transformers` can read: one without tokenizer.json."""
 
     def __init__(self, spec: str, backend: Any) -> None:
-        size = max(backend.get_vocab().values()) + 1
-        super().__init__(spec, size, find_eod(backend.get_vocab(), backend.eos_token))
+        known, special = backend.get_vocab(), {*backend.all_special_tokens}
+        special |= {token.content for token in backend.added_tokens_decoder.values() if token.special}
+        added = added_before(backend("a")["input_ids"], backend("a", add_special_tokens=False)["input_ids"])
+        beginning = added or (() if backend.bos_token_id is None else (backend.bos_token_id,))
+        eod = find_eod(known, special, backend.eos_token)
+        super().__init__(spec, max(known.values()) + 1, eod, backend.eos_token_id, beginning, begins=bool(added))
         self._backend = backend
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -104,8 +124,12 @@ class TransformersTokenizer(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         return dict(self._backend.get_vocab())
 
-    def save(self, folder: Path) -> str:
-        self._backend.save_pretrained(folder)
+    def _save(self, folder: Path) -> str:
+        backend = self._backend
+        if bool(self.bos) != self.begins:
+            backend = copy.deepcopy(backend)
+            backend.add_bos_token = bool(self.bos)
+        backend.save_pretrained(folder)
         return "{}"
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -113,36 +137,73 @@ class TransformersTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model; its end of sentence is the end of document."""
+    """A SentencePiece model; its end of sentence is the end of document.
 
-    def __init__(self, spec: str, path: Path) -> None:
+    Kinds: sentencepiece; llama2, which puts the beginning of sentence before each text, as Megatron-LM's
+    Llama2Tokenizer does; megatron, with the tokens that Megatron-LM's SentencePieceTokenizer adds behind the model's.
+    <EOD> of them ends a document.
+    """
+
+    def __init__(self, spec: str, path: Path, kind: str = "sentencepiece") -> None:
         if not path.is_file():  # the library's own message is about a C++ file name
             raise FileNotFoundError(f"{path} is not a file")
         library = load_optional("sentencepiece", "a SentencePiece model")
         self._backend = library.SentencePieceProcessor(model_file=str(path))
-        eos = self._backend.eos_id()
-        super().__init__(spec, self._backend.vocab_size(), eos if eos >= 0 else None)
+        self.kind, size = kind, self._backend.vocab_size()
+        self._pieces = {self._backend.id_to_piece(number): number for number in range(size)}
+        bos, eos, pad = self._backend.bos_id(), self._backend.eos_id(), self._backend.pad_id()
+        eod = eos if eos >= 0 else None
+        if kind == "megatron":
+            ends = [name for name, number in (("<PAD>", pad), ("<BOS>", bos), ("<EOS>", eos)) if number < 0]
+            for name in ("<CLS>", "<SEP>", "<EOD>", "<MASK>", *ends):
+                self._pieces.setdefault(name, len(self._pieces))
+            eod = self._pieces["<EOD>"]
+        if eod is None:
+            control = {piece for piece, number in self._pieces.items() if self._backend.is_control(number)}
+            eod = find_eod(self._pieces, control, None)
+        begins = kind == "llama2" or (
+            kind == "sentencepiece" and read_settings(path.parent).get("add_bos_token") is True
+        )
+        super().__init__(
+            spec, len(self._pieces), eod, eos if eos >= 0 else None, (bos,) if bos >= 0 else (), begins=begins
+        )
+        if kind == "llama2":
+            self.prepending(True)  # raises if it has none
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return list(self._backend.encode(list(texts), num_threads=1))
 
     def vocabulary(self) -> dict[str, int]:
-        return {self._backend.id_to_piece(number): number for number in range(self.vocab_size)}
+        return dict(self._pieces)
 
-    def save(self, folder: Path) -> str:
+    def behind_model(self) -> dict[str, int]:
+        """The tokens that are not in the model, and their ids."""
+        return {name: number for name, number in self._pieces.items() if number >= self._backend.vocab_size()}
+
+    def named(self, kind: str) -> str | None:
+        """The piece that the model itself has for "eos", "bos", "unk" or "pad"; None if it has none."""
+        number = int(getattr(self._backend, f"{kind}_id")())
+        return str(self._backend.id_to_piece(number)) if number >= 0 else None
+
+    def _save(self, folder: Path) -> str:
         write_atomically(folder / "tokenizer.model", self._backend.serialized_model_proto())
-        return "sentencepiece:{}/tokenizer.model"
+        kind = self.kind if self.kind == "megatron" else "llama2" if self.bos else "sentencepiece"
+        return f"{kind}:{{}}/tokenizer.model"
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._backend.decode(list(ids)))
+        size, names, parts = self._backend.vocab_size(), list(self._pieces), []
+        for known, run in itertools.groupby(ids, key=lambda token: token < size):
+            tokens = list(run)
+            parts += [self._backend.decode(tokens)] if known else [names[token] for token in tokens]
+        return "".join(parts)
 
 
 class TiktokenTokenizer(Tokenizer):
     """A tiktoken file: FILE, the ranks of tokens, and FILE.json, the other settings.
 
     FILE.json has two arguments of `tiktoken.Encoding`: `pat_str`, the pattern that divides text, and `special_tokens`,
-    name -> id; and, if the end of document has an unusual name, `eos_token`. The text is not searched for special
-    tokens.
+    name -> id; and, if the end of document has an unusual name, `eos_token`; `bos_token`, which begins each text if
+    `add_bos_token` is true. The text is not searched for special tokens.
     """
 
     def __init__(self, spec: str, ranks: bytes, settings: Mapping[str, Any]) -> None:
@@ -154,7 +215,10 @@ class TiktokenTokenizer(Tokenizer):
         pairs = (line.split() for line in ranks.splitlines() if line)
         tokens = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
         self._backend = tiktoken.Encoding("file", pat_str=pattern, mergeable_ranks=tokens, special_tokens=special)
-        super().__init__(spec, self._backend.max_token_value + 1, find_eod(special, configured_eos(settings)))
+        eos, bos = (configured_token(settings, name) for name in ("eos_token", "bos_token"))
+        beginning, begins = (special[bos],) if bos in special else (), settings.get("add_bos_token") is True
+        size, end = self._backend.max_token_value + 1, find_eod(special, special, eos)
+        super().__init__(spec, size, end, special.get(eos or ""), beginning, begins=begins)
         self._tokens, self._special = tokens, special
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -163,9 +227,10 @@ class TiktokenTokenizer(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         return {token.decode("latin-1"): rank for token, rank in self._tokens.items()} | self._special
 
-    def save(self, folder: Path) -> str:
+    def _save(self, folder: Path) -> str:
+        settings = self.settings | ({} if bool(self.bos) == self.begins else {"add_bos_token": bool(self.bos)})
         write_atomically(folder / "tokenizer.tiktoken", self.ranks)
-        write_atomically(folder / "tokenizer.tiktoken.json", json.dumps(self.settings, indent=2).encode())
+        write_atomically(folder / "tokenizer.tiktoken.json", json.dumps(settings, indent=2).encode())
         return "tiktoken:{}/tokenizer.tiktoken"
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -181,17 +246,3 @@ def gpt2_backend(model: Any) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return backend
-
-
-def configured_eos(config: Mapping[str, Any]) -> str | None:
-    """`eos_token` of a tokenizer_config.json: a string, or an object with its `content`."""
-    eos = config.get("eos_token")
-    eos = eos.get("content") if isinstance(eos, dict) else eos
-    if eos is not None and not isinstance(eos, str):
-        raise ValueError(f"tokenizer_config.json has an eos_token that is no text: {json.dumps(eos)[:80]}")
-    return eos
-
-
-def find_eod(vocab: dict[str, int], configured: str | None) -> int | None:
-    names = (*END_OF_DOCUMENT, configured)
-    return next((vocab[name] for name in names if name is not None and name in vocab), None)

@@ -1,21 +1,28 @@
 # ruff: noqa: RUF001 - the probe holds letters of many scripts
 """`Tokenizer`, the interface; its probe and identity; its files, packed for a checkpoint."""
 
+import copy
 import functools
 import hashlib
+import json
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from megazero.files import explain
+from megazero.files import explain, write_atomically
 
-# Names of the token that ends a document, unless a tokenizer configures one: GPT-2's, LLaMA's.
-END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
+# Names of the special token that ends a document: of GPT-2, Llama 1 and 2, Gemma, Llama 3, DeepSeek, Command, Kimi,
+# Megatron-LM. Others are configured.
+END_OF_DOCUMENT = (
+    *("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    *("<EOS_TOKEN>", "[EOS]", "<EOD>"),
+)
+GENERATION = "generation_config.json"  # transformers' settings of generation; they name the ends of a text
 Ids = npt.NDArray[Any]
 # Texts that tokenizers of one vocabulary encode differently: white space, cases, contractions, digits, scripts, accents
 # in both normal forms, joined emoji, code, markup, and names of special tokens.
@@ -35,19 +42,45 @@ PROBE = (
 class Tokenizer(ABC):
     """Text to ids in [0, `vocab_size`) and back. `spec` is the value of --tokenizer."""
 
-    def __init__(self, spec: str, vocab_size: int, eod: int | None) -> None:
-        self.spec, self.vocab_size, self._eod = spec, vocab_size, eod
+    generation = b""  # the generation_config.json of the model to which it belongs
+
+    def __init__(
+        self,
+        spec: str,
+        vocab_size: int,
+        eod: int | None,
+        eos: int | None = None,
+        beginning: Sequence[int] = (),
+        begins: bool = False,
+    ) -> None:
+        """Set the facts of every kind.
+
+        Args:
+            eos: id of its eos_token, which may end a message instead of a document.
+            beginning: ids of the beginning of a text; none: it has no such token.
+            begins: its own settings put them before a text.
+        """
+        self.spec, self.vocab_size, self._eod, self._beginning = spec, vocab_size, eod, tuple(beginning)
+        self.begins, self._eos = begins, eos
+        self.bos = self._beginning if begins else ()  # ids that begin each text here
 
     @property
     def eod(self) -> int:
         """The end-of-document id. ValueError if there is none: raised only where one is needed."""
         if self._eod is None:
             raise ValueError(
-                f"--tokenizer {self.spec}: it has no end-of-document token ({', '.join(END_OF_DOCUMENT)}, or "
-                "eos_token in tokenizer_config.json), which --append-eod, --eod-mask-loss and --reset-... need; add "
-                "one to it, or leave these flags out"
+                f"--tokenizer {self.spec}: it has no end-of-document token (a special one, such as "
+                f"{', '.join(END_OF_DOCUMENT[:2])}, or eos_token in tokenizer_config.json), which --append-eod, "
+                "--eod-mask-loss and --reset-... need; add one to it, or leave these flags out"
             )
         return self._eod
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Ids that end a text: those of `generation`, the end of a document, the eos_token."""
+        known = json.loads(self.generation).get("eos_token_id") if self.generation else None
+        ends = [*(known if isinstance(known, list) else [known]), self._eod, self._eos]
+        return tuple(dict.fromkeys(end for end in ends if end is not None))
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -61,13 +94,54 @@ class Tokenizer(ABC):
     def vocabulary(self) -> dict[str, int]:
         """Every token and its id."""
 
-    @abstractmethod
     def save(self, folder: Path) -> str:
         """Write the tokenizer into an existing folder; the SPEC that reads it, with the folder as `{}`."""
+        if self.generation:
+            write_atomically(folder / GENERATION, self.generation)
+        return self._save(folder)
+
+    @abstractmethod
+    def _save(self, folder: Path) -> str:
+        """Write the tokenizer alone, as `save`."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
         return self.encode_batch([text])[0]
+
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of whole texts, each after `bos`, which none has twice; `encode_batch` is for parts of texts."""
+        return [
+            ids if tuple(ids[: len(self.bos)]) == self.bos else [*self.bos, *ids] for ids in self.encode_batch(texts)
+        ]
+
+    @property
+    def own_bos(self) -> tuple[int, ...]:
+        """The ids that its own settings put before a text; `bos` may differ."""
+        return self._beginning if self.begins else ()
+
+    def name_of(self, number: int) -> str:
+        """The token of an id; "" if it is none."""
+        return next((token for token, known in self.vocabulary().items() if known == number), "")
+
+    def shown(self, *ids: int) -> str:
+        """Tokens for messages."""
+        return " ".join(f"{self.name_of(number)!r} ({number})" for number in ids)
+
+    def prepending(self, asked: bool | None) -> Self:
+        """This tokenizer with the beginning of a text in `bos`, or without; None: as it is.
+
+        Raises:
+            ValueError: it has no beginning.
+        """
+        if asked and not self._beginning:
+            raise ValueError(
+                f"--prepend-bos: --tokenizer {self.spec} has no beginning-of-text token (bos_token in "
+                "tokenizer_config.json); add one to it, or leave the flag out"
+            )
+        found = copy.copy(self)
+        if asked is not None:
+            found.bos = self._beginning if asked else ()
+        return found
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Ids]:
         """The ids of all texts one after another, and the number of each text's."""
@@ -111,6 +185,13 @@ def beside(saved: str, folder: Path) -> str:
         return saved
     kind, colon, path = saved.rpartition(":")
     return f"{kind}{colon}{folder / path}"
+
+
+def asked_beginning(prepend_bos: bool, no_prepend_bos: bool) -> bool | None:
+    """The argument of `Tokenizer.prepending` by two flags. ValueError if both are given."""
+    if prepend_bos and no_prepend_bos:
+        raise ValueError("--prepend-bos with --no-prepend-bos: they contradict each other; drop one")
+    return prepend_bos or (False if no_prepend_bos else None)
 
 
 def end_of_document(tokenizer: Tokenizer) -> int | None:

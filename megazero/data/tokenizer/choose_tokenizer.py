@@ -1,5 +1,6 @@
 """From --tokenizer to a `Tokenizer`: the kind is named, or recognised by the files at a path."""
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -12,23 +13,28 @@ from megazero.data.tokenizer.backends import (
     SentencePieceTokenizer,
     TiktokenTokenizer,
     TransformersTokenizer,
-    configured_eos,
-    find_eod,
     gpt2_backend,
 )
-from megazero.data.tokenizer.base import Tokenizer
-from megazero.files import open_regular, read_json_object
+from megazero.data.tokenizer.base import END_OF_DOCUMENT, GENERATION, Tokenizer
+from megazero.data.tokenizer.special_tokens import (
+    add_configured,
+    configured_token,
+    configured_tokens,
+    find_eod,
+    read_settings,
+)
+from megazero.files import open_regular, read_json_object, read_small
 from megazero.optional import load_optional
 
 SPECS = (
     "a folder or a file: tokenizer.json of Hugging Face, vocab.json and merges.txt of GPT-2, a SentencePiece .model, "
     "or a tiktoken FILE with FILE.json; the same with the kind named (gpt2:DIR, sentencepiece:FILE, tiktoken:FILE); "
-    "or byte"
+    "llama2:FILE.model or megatron:FILE.model for Megatron-LM's; or byte"
 )
 # GPT-2's two files under Hugging Face's names, and under OpenAI's.
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 # Files that transformers may read from a tokenizer's folder besides tokenizer.json and its configuration.
-OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", GENERATION)
 # Files from which transformers knows a tokenizer that has no tokenizer.json.
 SETTINGS = ("tokenizer_config.json", "config.json")
 # Bytes from which a file's kind is recognised: a line of tiktoken's holds a token of at most a few hundred bytes.
@@ -43,9 +49,26 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "byte":
         return ByteTokenizer(spec)
     kind, colon, path = spec.partition(":")
-    if colon and kind in NAMED:
-        return _guarded(spec, lambda: NAMED[kind](spec, Path(path)))
-    return _guarded(spec, lambda: _recognised(spec, Path(spec)))
+    named = NAMED[kind] if colon and kind in NAMED else None
+    path = path if named else spec
+    tokenizer = _guarded(spec, lambda: (named or _recognised)(spec, Path(path)))
+    tokenizer.generation = read_generation(path)
+    return tokenizer
+
+
+def read_generation(path: str) -> bytes:
+    """Return the generation_config.json in a folder, or next to a file; empty if there is none.
+
+    Raises:
+        ValueError: it is no JSON object, or its eos_token_id no id and no list of ids.
+    """
+    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / GENERATION
+    if not file.is_file():
+        return b""
+    ends = read_json_object(file).get("eos_token_id")
+    if not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends] if ends is not None else [])):
+        raise ValueError(f"{file}: eos_token_id {str(ends)[:80]} is no token id, and no list of them; correct it")
+    return read_small(file)
 
 
 def hub_hint(name: str, include: str = "") -> str:
@@ -125,8 +148,11 @@ def _load_gpt2(spec: str, folder: Path) -> Tokenizer:
         pairs = [(Path(one), Path(other))]
     for vocab_file, merges_file in pairs:
         if vocab_file.is_file() and merges_file.is_file():
-            backend = gpt2_backend(BPE.from_file(str(vocab_file), str(merges_file)))
-            return FastTokenizer(spec, backend, find_eod(backend.get_vocab(), None))
+            model = BPE.from_file(str(vocab_file), str(merges_file))
+            # These files do not name special tokens: they are those that no merges make.
+            special = {name for name in END_OF_DOCUMENT if [token.value for token in model.tokenize(name)] != [name]}
+            backend = gpt2_backend(model)
+            return FastTokenizer(spec, backend, find_eod(backend.get_vocab(), special, None))
     if "," in str(folder):
         raise FileNotFoundError(f"{folder} must be VOCAB,MERGES, two files that exist")
     raise FileNotFoundError(f"no vocab.json and merges.txt (nor encoder.json and vocab.bpe) in {folder}")
@@ -151,8 +177,14 @@ def _load_hugging_face(spec: str, file: Path) -> Tokenizer:
     config = read_json_object(settings) if settings.exists() else {}
     os.close(open_regular(file))  # the library would wait for the writer of a FIFO
     backend = Backend.from_file(str(file))
-    eod = find_eod(backend.get_vocab(with_added_tokens=True), configured_eos(config))
+    merged = read_settings(file.parent)
+    add_configured(backend, merged, file.parent)
+    special = configured_tokens(merged)
+    special |= {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    known = backend.get_vocab(with_added_tokens=True)
+    eod = find_eod(known, special, configured_token(merged, "eos_token"))
     others = {name: (file.parent / name).read_bytes() for name in OTHER_FILES if (file.parent / name).is_file()}
+    others.pop(GENERATION, None)  # every kind of tokenizer has it
     return FastTokenizer(spec=spec, backend=backend, eod=eod, settings=config, others=others)
 
 
@@ -173,6 +205,6 @@ def _load_transformers(spec: str, folder: Path) -> Tokenizer:
 # Kinds that a SPEC can name, KIND:PATH.
 NAMED: dict[str, Callable[[str, Path], Tokenizer]] = {
     "gpt2": _load_gpt2,
-    "sentencepiece": SentencePieceTokenizer,
+    **{kind: functools.partial(SentencePieceTokenizer, kind=kind) for kind in ("sentencepiece", "llama2", "megatron")},
     "tiktoken": _load_tiktoken,
 }

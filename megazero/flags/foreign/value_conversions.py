@@ -276,7 +276,9 @@ def recomputed_modules(flag: ForeignFlag) -> list[str]:
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 TOKENIZERS = {
     **dict.fromkeys(("huggingfacetokenizer", "pretrainedfromhf", "hftokenizer"), ""),
-    **dict.fromkeys(("sentencepiecetokenizer", "llama2tokenizer", "gptsentencepiecetokenizer"), "sentencepiece:"),
+    "sentencepiecetokenizer": "megatron:",
+    "llama2tokenizer": "llama2:",
+    "gptsentencepiecetokenizer": "sentencepiece:",
     "tiktokenizer": "tiktoken:",
     "gpt2bpetokenizer": "gpt2:",
 }  # --tokenizer-type, in lower case -> prefix of --tokenizer

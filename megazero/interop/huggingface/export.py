@@ -13,7 +13,7 @@ import torch
 
 from megazero.checkpoint.streaming import TensorReader, bands
 from megazero.checkpoint.tensor_file import TensorFile
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import GENERATION, Tokenizer, read_generation
 from megazero.engine.model.layers.context import DTYPES
 from megazero.engine.model.stage import declare
 from megazero.engine.options.optimizers import AVERAGE
@@ -21,7 +21,13 @@ from megazero.files import new_folder, write_atomically
 from megazero.flags.config import ModelConfig
 from megazero.interop.huggingface.families import family_of
 from megazero.interop.huggingface.model_types import SAME, HuggingFaceModel, TensorNames
-from megazero.interop.huggingface.tokenizer_files import check_tokenizer, special_ids, write_tokenizer
+from megazero.interop.huggingface.tokenizer_files import (
+    SpecialIds,
+    check_tokenizer,
+    generation_config,
+    special_ids,
+    write_tokenizer,
+)
 from megazero.log import log
 from megazero.run.run_state import RunState, run_tokenizer
 
@@ -110,9 +116,8 @@ def export(
     shards = plan_shards(family, model, DTYPES[dtype], shard_bytes)
     with new_folder(output) as folder:
         same = tokenizer is None or write_tokenizer(tokenizer, folder)
-        _write_config(
-            family, model, folder, dtype=dtype, ids=special_ids(tokenizer, folder) if tokenizer is not None else {}
-        )
+        source_folder = str(state.config.get("hf_config", ""))
+        _write_config(family, model, folder, dtype=dtype, tokenizer=tokenizer, source=source_folder)
         biases = [torch.tensor(state.expert_biases[str(number)]) for number in family.bias_names(model)]
         source = ExportSource(TensorReader(path), weights, dtype, advance)
         _write_weights(source, model, shards, biases, folder=folder)
@@ -163,7 +168,7 @@ def _write_weights(
         index = {theirs: name for name, shard in zip(names, shards, strict=True) for theirs, _, _ in shard.announced}
         total = sum(shard.num_bytes for shard in shards)
         content = {"metadata": {"total_size": total}, "weight_map": index}
-        write_atomically(folder / INDEX, json.dumps(content, indent=2).encode())
+        write_atomically(folder / INDEX, (json.dumps(content, indent=2) + "\n").encode())
     for name, shard in zip(names, shards, strict=True):
         with TensorFile(folder / name, shard.announced, {"format": "pt"}) as file:
             for _, rows in itertools.groupby(shard.rows, key=lambda row: row.ours):
@@ -194,12 +199,19 @@ def _parts(source: ExportSource, same: list[TensorNames], model: ModelConfig) ->
 
 
 def _write_config(
-    family: HuggingFaceModel, model: ModelConfig, folder: Path, dtype: str, ids: dict[str, int | None]
+    family: HuggingFaceModel, model: ModelConfig, folder: Path, dtype: str, tokenizer: Tokenizer | None, source: str
 ) -> None:
-    from transformers import GenerationConfig
-
-    config = family.to_config(model, ids.get("eos_token_id"))
-    config.bos_token_id = ids.get("bos_token_id")
+    """Write both configurations. `source`: the config.json from which the run began, or its folder; "": none."""
+    ids = SpecialIds()
+    if tokenizer is not None:
+        ids, generation = special_ids(tokenizer, folder), tokenizer.generation
+    else:
+        generation = read_generation(source) if source else b""
+    config = family.to_config(model, ids.eos)
+    config.bos_token_id = ids.bos
+    if ids.pad is not None and ids.pad < model.vocab_size:
+        config.pad_token_id = ids.pad
     config.architectures, config.dtype = [family.model_class], str(DTYPES[dtype]).removeprefix("torch.")
     config.save_pretrained(folder)
-    GenerationConfig(**ids).save_pretrained(folder)
+    content = generation_config(generation, ids)
+    write_atomically(folder / GENERATION, json.dumps(content, indent=2).encode())

@@ -318,13 +318,13 @@ class HuggingFaceModel:
             found = list(dict.fromkeys([*found, "layer_pattern"]))
         return found
 
-    def to_config(self, model: ModelConfig, eod: int | None) -> PreTrainedConfig:
-        """Return the model's options as their configuration. eod: id of the end-of-document token."""
+    def to_config(self, model: ModelConfig, ends: int | list[int] | None) -> PreTrainedConfig:
+        """Return the model's options as their configuration. ends: ids of tokens that end a text."""
         from transformers import AutoConfig
 
         values = {theirs: getattr(model, RESOLVED.get(ours, ours)) for ours, theirs in self.options.items()}
         values |= {"tie_word_embeddings": not model.untie_embeddings}
-        values |= {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}  # theirs may exceed our vocabulary
+        values |= {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}  # theirs may exceed our vocabulary
         if self.activations:
             values[self.activation_key] = self.activations[model.traits.activation][0]
         return AutoConfig.for_model(self.model_type, **values | self.converted(model))

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megazero.data.tokenizer import (
     END_OF_DOCUMENT,
@@ -17,18 +18,17 @@ from megazero.data.tokenizer import (
     gpt2_backend,
     load_tokenizer,
 )
+from megazero.data.tokenizer.special_tokens import configured_token, read_settings
 from megazero.files import read_json_object, write_atomically
 
 # Files of a Hugging Face tokenizer.
 FILES = ("tokenizer.json", "tokenizer_config.json", *OTHER_FILES, "vocab.json", "merges.txt", "tokenizer.model")
-# LlamaTokenizer reads a SentencePiece model; it adds no token to a text, as ours does not.
+# LlamaTokenizer reads a SentencePiece model.
 SENTENCEPIECE = {
     "tokenizer_class": "LlamaTokenizer",
     "legacy": False,
-    "add_bos_token": False,
     "add_eos_token": False,
     "clean_up_tokenization_spaces": False,
-    "eos_token": "</s>",
 }
 
 
@@ -51,20 +51,47 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> bool:
     else:
         tokenizer.save(folder)
         if isinstance(tokenizer, SentencePieceTokenizer):
-            write_atomically(folder / "tokenizer_config.json", json.dumps(SENTENCEPIECE, indent=2).encode())
+            write_atomically(folder / "tokenizer_config.json", json.dumps(_of_model(tokenizer), indent=2).encode())
     return _gives_the_same_ids(tokenizer, folder)
 
 
-def special_ids(tokenizer: Tokenizer, folder: Path) -> dict[str, int | None]:
-    """Return the ids of special tokens: the end of document, unless the tokenizer in `folder` names others."""
-    path, eod, known = folder / "tokenizer_config.json", end_of_document(tokenizer), tokenizer.vocabulary()
-    settings = read_json_object(path) if path.is_file() else {}
+class SpecialIds(NamedTuple):
+    """Ids of special tokens in an export; None if there is none."""
 
-    def named(name: str) -> int | None:
-        token = settings.get(name)
-        return known.get(token["content"] if isinstance(token, dict) else token or "", eod)
+    bos: int | None = None
+    ends: tuple[int, ...] = ()
+    pad: int | None = None
 
-    return {"bos_token_id": named("bos_token"), "eos_token_id": eod, "pad_token_id": named("pad_token")}
+    @property
+    def eos(self) -> int | list[int] | None:
+        """The ends of a text as transformers has them."""
+        return list(self.ends) if len(self.ends) > 1 else next(iter(self.ends), None)
+
+
+def special_ids(tokenizer: Tokenizer, folder: Path) -> SpecialIds:
+    """Return the ids of special tokens: those of the tokenizer's generation_config.json, of its files in `folder`."""
+    given = json.loads(tokenizer.generation or b"{}")
+    settings, known = read_settings(folder), tokenizer.vocabulary()
+
+    def found(name: str) -> int | None:
+        number = given.get(f"{name}_token_id")
+        return number if number is not None else known.get(configured_token(settings, f"{name}_token") or "")
+
+    beginning = tokenizer.bos[0] if len(tokenizer.bos) == 1 else None
+    bos = found("bos")
+    return SpecialIds(beginning if bos is None else bos, tokenizer.ends, found("pad"))
+
+
+def generation_config(generation: bytes, ids: SpecialIds) -> dict[str, Any]:
+    """Return the generation_config.json of an export: that of the model's source, which stops at all ends of a text.
+
+    Args:
+        generation: the source's; empty if there is none.
+    """
+    if not generation:
+        return {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
+    found: dict[str, Any] = json.loads(generation)
+    return found | ({"eos_token_id": ids.eos} if ids.ends else {})
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
@@ -100,9 +127,19 @@ def _complete_settings(tokenizer: Tokenizer, path: Path) -> None:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
     eod = end_of_document(tokenizer)
     if eod is not None:
-        settings["eos_token"] = next(token for token, number in tokenizer.vocabulary().items() if number == eod)
+        settings["eos_token"] = tokenizer.name_of(eod)
     if settings.keys() - known.keys():
         write_atomically(path, json.dumps(settings | known, indent=2).encode())
+
+
+def _of_model(tokenizer: SentencePieceTokenizer) -> dict[str, Any]:
+    """The tokenizer_config.json of a SentencePiece model, with its own names: LlamaTokenizer would add others to it."""
+    eod = end_of_document(tokenizer)
+    names = {f"{kind}_token": tokenizer.named(kind) for kind in ("bos", "eos", "unk", "pad")}
+    names["eos_token"] = None if eod is None else tokenizer.name_of(eod)
+    flags = {"special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+    added = {str(number): {"content": name} | flags for name, number in tokenizer.behind_model().items()}
+    return SENTENCEPIECE | {"add_bos_token": bool(tokenizer.bos), "added_tokens_decoder": added} | names
 
 
 def copy_files(source: Path, folder: Path) -> None:

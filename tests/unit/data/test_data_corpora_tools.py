@@ -13,7 +13,8 @@ from megazero.data.indexed import IndexedDataset
 from megazero.data.remembered import data_tokenizer
 from megazero.data.tokenizer import load_tokenizer
 from megazero.flags.config import Config, DataConfig, ModelConfig
-from tests.unit.data_helpers import unpack_corpus, write_corpus
+from tests.helpers.table import for_each
+from tests.unit.data_helpers import unpack_corpus, write_byte_tokenizer, write_corpus
 
 TEXTS = [f"document <{k}> & [b]some[/b] words " * (1 + k % 9) for k in range(200)]
 
@@ -253,6 +254,44 @@ def test_trained_sentencepiece_knows_every_character(tmp_path: Path, lines: Path
             ]
         )
     assert not (tmp_path / "x").exists()
+
+
+@for_each(("begins", "flag"), [(True, "--no-prepend-bos"), (False, "--prepend-bos")])
+def test_a_run_begins_texts_as_its_corpus_does(tmp_path: Path, begins: bool, flag: str) -> None:
+    """The copy of the tokenizer and the original, which has another default, begin texts so."""
+    settings = {"tokenizer_config": {"bos_token": "<s>"}}
+    theirs = write_byte_tokenizer(tmp_path / "t", ["<s>", "</s>"], begins=["<s>"] if begins else [], **settings)
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
+    prefix = preprocess(tmp_path / "c", tmp_path / "a.jsonl", theirs, flag)
+    plain = str(write_corpus(tmp_path / "plain", [[1, 2]]))
+    for data, expected in (
+        (DataConfig(data_path=(prefix,)), not begins),
+        (DataConfig(data_path=(prefix,), tokenizer=str(theirs)), not begins),
+        (DataConfig(data_path=(plain,), tokenizer=str(theirs)), begins),
+        (DataConfig(tokenizer=str(theirs)), begins),
+    ):
+        tokenizer = data_tokenizer(Config(data=data))
+        assert tokenizer is not None and tokenizer.bos == ((256,) if expected else ())
+
+
+def test_a_run_keeps_the_ends_of_the_model_from_which_it_began(tmp_path: Path) -> None:
+    """Its generation_config.json goes with any tokenizer of the same ids, and with no other."""
+    source = write_byte_tokenizer(tmp_path / "model", ["</s>", "<|m|>"], generation_config={"eos_token_id": [257]})
+    (source / "config.json").touch()
+    same = write_byte_tokenizer(tmp_path / "same", ["</s>", "<|m|>"])
+    other = write_byte_tokenizer(tmp_path / "other", ["</s>", "<|o|>"])
+    for tokenizer, hf_config, ends in (
+        (source, "", (257, 256)),
+        (same, "", (256,)),
+        (same, source, (257, 256)),
+        (same, source / "config.json", (257, 256)),
+        (other, source, (256,)),
+    ):
+        found = data_tokenizer(Config(data=DataConfig(tokenizer=str(tokenizer)), hf_config=str(hf_config)))
+        assert found is not None and found.ends == ends, (tokenizer, hf_config)
+    (source / "tokenizer.json").unlink()  # weights alone: the tokenizer is the user's to name
+    found = data_tokenizer(Config(data=DataConfig(tokenizer=str(other)), hf_config=str(source)))
+    assert found is not None and found.ends == (257, 256)
 
 
 def test_a_corpus_remembers_its_tokenizer(lines: Path, bpe: Path, tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ def test_gigatoken_gives_the_tokenizers_ids(tmp_path: Path, bpe: Path, workers: 
     for end in ("bin", "idx"):
         one, two = (Path(f"{prefix}_text_document.{end}").read_bytes() for prefix in (fast, slow))
         assert one == two
-    reference = preprocess_data.cached_tokenizer(str(bpe))
+    reference = encoding.cached_tokenizer(str(bpe))
     assert unpack_corpus(f"{fast}_text_document")[1] == [[*ids, reference.eod] for ids in reference.encode_batch(TEXTS)]
 
 

@@ -21,7 +21,7 @@ from megazero.data.samples import GPTDataset, WholeSplit
 from megazero.data.tokenizer import load_tokenizer
 from megazero.flags.batch_ramp import BatchSizes
 from tests.helpers.table import for_each
-from tests.unit.data_helpers import numbered_documents, write_corpus
+from tests.unit.data_helpers import numbered_documents, write_byte_tokenizer, write_corpus
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -137,6 +137,29 @@ def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
     for folder in (tokenizer, f"{prefix}_tokenizer"):
         wanted = AutoTokenizer.from_pretrained(folder).apply_chat_template(TALK)["input_ids"]
         assert IndexedDataset(f"{prefix}_talk_document").document(0).tolist() == wanted
+
+
+@for_each("template", [MARKED, CHATML, "{{ bos_token }}" + MARKED, "{{ bos_token }}" + CHATML])
+def test_a_conversation_begins_once(tmp_path: Path, template: str) -> None:
+    """A template may write the beginning of a text itself. It is no target, in texts of several keys neither."""
+    special = ["<s>", "<|im_start|>", "<|im_end|>"]
+    settings = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    theirs = write_byte_tokenizer(
+        tmp_path / "t", special, begins=["<s>"], tokenizer_config=settings, chat_template=template
+    )
+    prefix = preprocess(tmp_path, [{"messages": TALK[3:]}], theirs, "--mask-from", "chat")
+    (found,) = marked(f"{prefix}_messages_document", theirs)
+    assert found.startswith(f"<s><|im_start|>user\nwhy<|im_end|>\n{ANSWER}[so<|im_end|>")
+    prefix = preprocess(tmp_path / "keys", [{"q": "x", "a": "y"}], theirs, "--json-keys", "q:1", "a:0")
+    assert marked(f"{prefix}_q_a_document", theirs) == ["<s>[x]y"]
+
+
+def test_a_token_that_only_settings_name_is_refused(tmp_path: Path) -> None:
+    """transformers gives it an id behind the tokenizer's."""
+    settings = {"eos_token": "<|im_end|>"}
+    theirs = write_byte_tokenizer(tmp_path / "t", ["<|im_start|>"], tokenizer_config=settings, chat_template=CHATML)
+    with pytest.raises(ValueError, match=r"its files have 257 tokens, and transformers gives the id 257 .*; save"):
+        preprocess(tmp_path, [{"messages": TALK}], theirs, "--mask-from", "chat")
 
 
 @for_each(

@@ -17,7 +17,7 @@ FILES = "--input a.jsonl b.jsonl --output-prefix p"
             "--tokenizer-type GPT2BPETokenizer --vocab-file v.json --merge-file m.txt --dataset-impl mmap --append-eod",
             "--append-eod --tokenizer gpt2:v.json,m.txt",
         ),
-        ("--tokenizer-type Llama2Tokenizer --tokenizer-model t.model", "--tokenizer sentencepiece:t.model"),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model t.model", "--tokenizer llama2:t.model"),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model folder", "--tokenizer folder"),
         ("--tokenizer-type PretrainedFromHF --tokenizer-name-or-path a/b --append-eod", "--append-eod --tokenizer a/b"),
         ("--log-interval 100 --partitions 4 --keep-sequential-samples --workers 2", "--workers 2"),

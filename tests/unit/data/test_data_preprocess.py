@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from data_tools import encoding, merge_datasets, preprocess_data, reading, train_tokenizer
+from data_tools import encoding, merge_datasets, preprocess_data, preprocess_options, reading, train_tokenizer
 from data_tools.selection import select
 from data_tools.sources import find_sources
 from megazero.data.indexed import IndexedDataset
+from megazero.data.tokenizer import load_tokenizer
 from megazero.flags.cli import parse
 from tests.helpers.table import for_each
-from tests.unit.data_helpers import pack_index, pack_tokens, unpack_corpus
+from tests.unit.data_helpers import pack_index, pack_tokens, unpack_corpus, write_byte_tokenizer
 
 EOD = 256
 
@@ -65,7 +66,7 @@ def test_bytes_of_the_corpus(tmp_path: Path, lines: Path, eod: bool) -> None:
     assert about == {
         "version": 1,
         "tokenizer": "byte",
-        "tokenizer_hash": preprocess_data.cached_tokenizer("byte").identity,
+        "tokenizer_hash": encoding.cached_tokenizer("byte").identity,
         "saved_tokenizer": "byte",
         "key": "text",
         "partition": "0/1",
@@ -76,6 +77,7 @@ def test_bytes_of_the_corpus(tmp_path: Path, lines: Path, eod: bool) -> None:
         "skipped_lines": 0,
         "vocab_size": 257,
         "eod": EOD if eod else None,
+        "bos": None,
         "dtype": "uint16",
         "num_documents": 2,
         "num_tokens": sum(map(len, sequences)),
@@ -84,6 +86,35 @@ def test_bytes_of_the_corpus(tmp_path: Path, lines: Path, eod: bool) -> None:
     assert sorted(path.name for path in prefix.parent.iterdir()) == [
         f"p_text_document.{end}" for end in ("bin", "idx", "json")
     ]
+
+
+@for_each(
+    ("begins", "flags", "bos"),
+    [(True, (), [256]), (True, ("--no-prepend-bos",), None), (False, (), None), (False, ("--prepend-bos",), [256])],
+)
+def test_documents_begin_as_the_tokenizer_or_a_flag_says(
+    tmp_path: Path, begins: bool, flags: tuple[str, ...], bos: list[int] | None
+) -> None:
+    """Once each. The copy of the tokenizer has the choice; another choice is another corpus."""
+    theirs = write_byte_tokenizer(
+        tmp_path / "t", ["<s>", "</s>"], begins=["<s>"] if begins else [], tokenizer_config={"bos_token": "<s>"}
+    )
+    path = write_jsonl(tmp_path / "a.jsonl", {"text": "ab"}, {"text": ""}, {"text": "<s>a"}, {"text": "b"})
+    more = ("--append-eod", "--tokenizer", str(theirs), "--workers", "1")
+    prefix = run(tmp_path, path, more=(*more, *flags))
+    first = bos or []
+    found = unpack_corpus(Path(f"{prefix}_text_document"))[1]
+    assert found == [[*first, 64, 65, 257], [256, 64, 257], [*first, 65, 257]]
+    about = json.loads(Path(f"{prefix}_text_document.json").read_text())
+    assert (about["bos"], about["empty_documents"]) == (bos, 1)
+    assert list(load_tokenizer(f"{prefix}_tokenizer").bos) == first
+    other = ("--no-prepend-bos",) if bos else ("--prepend-bos",)
+    with pytest.raises(ValueError, match="it was made with other --prepend-bos;"):
+        run(tmp_path, path, more=(*more, *other))
+    made = [run(tmp_path, path, prefix=f"{k}/p", more=(*more, *flag)) for k, flag in enumerate((flags, other))]
+    parts = [f"{each}_text_document" for each in made]
+    with pytest.raises(ValueError, match=r"was made with another tokenizer than .*: bos "):
+        merge_datasets.main(["--input", *parts, "--output-prefix", str(tmp_path / "m")])
 
 
 def test_all_kinds_of_files_in_order(tmp_path: Path, lines: Path) -> None:
@@ -114,12 +145,12 @@ def test_lone_surrogates_become_replacement_characters(tmp_path: Path) -> None:
 
 
 def test_large_vocabulary_is_stored_as_int32(tmp_path: Path, lines: Path, monkeypatch) -> None:
-    class Large(preprocess_data.cached_tokenizer("byte").__class__):
+    class Large(encoding.cached_tokenizer("byte").__class__):
         def __init__(self) -> None:
             super().__init__("byte")
             self.vocab_size = 65500
 
-    for module in (preprocess_data, encoding):
+    for module in (preprocess_options, encoding):
         monkeypatch.setattr(module, "cached_tokenizer", lambda spec: Large())
     assert unpack_corpus(f"{run(tmp_path, lines)}_text_document")[0] == 4
     monkeypatch.setattr(Large, "__init__", lambda self: (super(Large, self).__init__("byte"), vars(self).update(

@@ -7,13 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_tools import train_tokenizer
-from megazero.data.tokenizer import PROBE, Tokenizer, beside, load_tokenizer, pack
+from megazero.data.samples import require_vocabulary
+from megazero.data.tokenizer import PROBE, Tokenizer, beside, end_of_document, load_tokenizer, pack
 from megazero.run.run_state import RunState, attached_tokenizer
 from tests.helpers.table import for_each
-from tests.unit.data_helpers import download_gpt2, kept_folder
+from tests.unit.data_helpers import download_gpt2, kept_folder, write_byte_tokenizer
 
 TEXT = "The quick brown fox, don't jump over 13 lazy dogs.\n\tNaïve café 日本語 🙂  end"
 # A tiktoken file of the 256 bytes, without merges.
@@ -147,32 +149,157 @@ def test_hugging_face_template_truncation_and_padding_are_left_out(trained: Path
     assert load_tokenizer(str(tmp_path)).encode(TEXT) == load_tokenizer(str(trained)).encode(TEXT)
 
 
+def stored(name: str, number: int, special: bool = True) -> dict:
+    """An entry of `added_tokens_decoder` in tokenizer_config.json."""
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    return {str(number): {"content": name, "special": special, **flags}}
+
+
+DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+# Folders by the arguments of `write_byte_tokenizer`, with the id that ends a document and the ids of a text.
+FOLDERS = [
+    # chat tokenizers: Qwen, Llama 3, Gemma, gpt-oss
+    ({"special": ["<|endoftext|>", "<|im_end|>"], "tokenizer_config": {"eos_token": "<|im_end|>"}}, 256, "a", [64]),
+    ({"special": ["<|end_of_text|>", "<|eot_id|>"], "tokenizer_config": {"eos_token": "<|eot_id|>"}}, 256, "a", [64]),
+    (
+        {
+            "special": ["<bos>", "<eos>", "<end_of_turn>"],
+            "ordinary": ["</s>", "<s>"],
+            "begins": ["<bos>"],
+            "tokenizer_config": {"eos_token": "<end_of_turn>", "bos_token": "<bos>"},
+        },
+        257,
+        "a</s>",
+        [256, 64, 259],
+    ),
+    ({"special": ["<|return|>", "<|endoftext|>"], "tokenizer_config": {"eos_token": "<|return|>"}}, 257, "a", [64]),
+    # a configured end of a known name; of another name; as an object; ordinary ones of known names
+    ({"special": ["<|endoftext|>", "</s>"], "tokenizer_config": {"eos_token": "</s>"}}, 257, "a", [64]),
+    ({"special": ["</s>", "<|end|>"], "tokenizer_config": {"eos_token": "<|end|>"}}, 256, "a", [64]),
+    ({"special": ["<|end|>"], "ordinary": ["</s>"], "tokenizer_config": {"eos_token": "<|end|>"}}, 256, "a", [64]),
+    (
+        {"special": ["<|end|>"], "tokenizer_config": {"eos_token": {"__type": "AddedToken", "content": "<|end|>"}}},
+        256,
+        "a",
+        [64],
+    ),
+    ({"special": [DEEPSEEK_END], "tokenizer_config": {"eos_token": DEEPSEEK_END}}, 256, "a", [64]),
+    ({"ordinary": ["<|endoftext|>", "</s>"], "tokenizer_config": {"pad_token": "</s>"}}, 257, "a", [64]),
+    ({"ordinary": ["</s>"], "special_tokens_map": {"eos_token": "</s>"}}, 256, "a", [64]),
+    ({"ordinary": ["<|endoftext|>", "</s>", "<eos>"]}, None, "</s>", [257]),
+    ({"special": ["<|end|>"]}, None, "a", [64]),
+    # several tokens before a text; a post-processor that adds one behind it, too
+    ({"special": ["[gMASK]", "<sop>", "<|endoftext|>"], "begins": ["[gMASK]", "<sop>"]}, 258, "a", [256, 257, 64]),
+    # tokens that only another file has
+    (
+        {
+            "tokenizer_config": {
+                "eos_token": "<|e|>",
+                "added_tokens_decoder": stored("<|s|>", 256) | stored("<|e|>", 257),
+            }
+        },
+        257,
+        "<|s|>a<|e|>",
+        [256, 64, 257],
+    ),
+    ({"added_tokens": {"<|e|>": 256}, "tokenizer_config": {"eos_token": "<|e|>"}}, 256, "a<|e|>", [64, 256]),
+    ({"added_tokens": {"<tag>": 256}}, None, "a<tag>", [64, 256]),
+    # a token that is special only by the settings
+    ({"ordinary": ["</s>"], "tokenizer_config": {"added_tokens_decoder": stored("</s>", 256)}}, 256, "</s>", [256]),
+]
+
+
+@for_each(("folder", "eod", "text", "ids"), FOLDERS)
+def test_end_of_document_and_beginning_of_a_text(
+    tmp_path: Path, folder: dict, eod: int | None, text: str, ids: list[int]
+) -> None:
+    """A chat tokenizer's eos_token ends a message; an ordinary token named </s> is a tag of HTML."""
+    tokenizer = load_tokenizer(str(write_byte_tokenizer(tmp_path / "t", **folder)))
+    assert (end_of_document(tokenizer), tokenizer.encode_texts([text])) == (eod, [ids])
+    assert tokenizer.encode(text) == ids[len(tokenizer.bos) :]
+    if eod is None:
+        with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}/t: it has no end-of-document"):
+            _ = tokenizer.eod
+
+
+@pytest.mark.second
+@for_each(("folder", "eod", "text", "ids"), FOLDERS)
+def test_transformers_gives_the_same_ids(
+    tmp_path: Path, folder: dict, eod: int | None, text: str, ids: list[int]
+) -> None:
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(write_byte_tokenizer(tmp_path / "t", **folder))(text).input_ids == ids
+
+
 @for_each(
-    ("added", "config", "expected"),
+    ("files", "words"),
     [
-        (["</s>", "<|end|>"], {"eos_token": "<|end|>"}, "</s>"),
-        (["<|end|>"], {"eos_token": "<|end|>"}, "<|end|>"),
-        (["<|end|>"], {"eos_token": {"content": "<|end|>"}}, "<|end|>"),
-        (["<|end|>"], {}, None),
-        (["<|end|>"], None, None),
+        (
+            {"tokenizer_config": {"added_tokens_decoder": stored("<|e|>", 300)}},
+            r"config.json gives '<\|e\|>' the id 300",
+        ),
+        ({"added_tokens": {"<|e|>": 300}}, r"added_tokens.json gives '<\|e\|>' the id 300, .* it gets 256"),
+        ({"tokenizer_config": {"bos_token": 5}}, "a bos_token that is no text"),
     ],
 )
-def test_end_of_document(tmp_path: Path, added: list, config: dict | None, expected: str | None) -> None:
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import models
+def test_settings_that_contradict_the_tokenizer(tmp_path: Path, files: dict, words: str) -> None:
+    write_byte_tokenizer(tmp_path / "t", **files)
+    with pytest.raises(ValueError, match=words):
+        load_tokenizer(str(tmp_path / "t"))
 
-    backend = Backend(models.BPE({"a": 0}, []))
-    backend.add_special_tokens(added)
-    backend.save(str(tmp_path / "tokenizer.json"))
-    if config is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.encode("aa") == [0, 0]
-    if expected is None:
-        with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}: it has no end-of-document"):
-            _ = tokenizer.eod
-    else:
-        assert tokenizer.eod == backend.token_to_id(expected)
+
+@pytest.mark.second
+def test_a_folder_that_transformers_alone_reads(sentencepiece_model: Path, tmp_path: Path) -> None:
+    """A SentencePiece model, too, begins texts as its folder's settings do."""
+    shutil.copy(sentencepiece_model, tmp_path / "tokenizer.model")
+    settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 2]}')
+    for spec in (str(tmp_path), f"sentencepiece:{tmp_path}/tokenizer.model"):
+        tokenizer = load_tokenizer(spec)
+        assert (tokenizer.bos, tokenizer.eod, tokenizer.ends) == ((1,), 2, (5, 2))
+        for asked in (True, False):
+            copy = tmp_path / f"{spec.partition(':')[0].strip('/').replace('/', '_')}{asked}"
+            copy.mkdir()
+            saved = load_tokenizer(tokenizer.prepending(asked).save(copy).replace("{}", str(copy)))
+            assert (saved.bos, saved.ends) == ((1,) if asked else (), (5, 2))
+
+
+@for_each("begins", [True, False])
+def test_a_chosen_beginning_travels_with_the_files(tmp_path: Path, sentencepiece_model: Path, begins: bool) -> None:
+    """A flag overrides the settings; a saved tokenizer has the choice, for transformers too."""
+    theirs = write_byte_tokenizer(
+        tmp_path / "t", ["<s>", "</s>"], begins=[] if begins else ["<s>"], tokenizer_config={"bos_token": "<s>"}
+    )
+    ranks = {"pat_str": "(?s).", "special_tokens": {"<s>": 256}, "bos_token": "<s>", "add_bos_token": not begins}
+    (tmp_path / "ranks").write_bytes(BYTE_RANKS)
+    (tmp_path / "ranks.json").write_text(json.dumps(ranks))
+    model = f"{'sentencepiece' if begins else 'llama2'}:{sentencepiece_model}"
+    for number, (spec, ids) in enumerate([(str(theirs), [256, 64]), (str(tmp_path / "ranks"), [256, 97]), (model, [])]):
+        own = load_tokenizer(spec)
+        chosen, copy = own.prepending(begins), tmp_path / f"copy{number}"
+        copy.mkdir()
+        saved = load_tokenizer(chosen.save(copy).replace("{}", str(copy)))
+        assert own.prepending(None).bos == own.bos and bool(own.bos) is not begins
+        assert chosen.bos == saved.bos and bool(saved.bos) is begins and saved.identity == own.identity
+        if ids:
+            assert saved.encode_texts(["a"]) == [ids if begins else ids[1:]]
+        else:
+            assert saved.encode_texts([""]) == [[1] if begins else []]
+    with pytest.raises(ValueError, match="--prepend-bos: --tokenizer byte has no beginning-of-text token"):
+        load_tokenizer("byte").prepending(True)
+
+
+def test_gpt2_files_do_not_tell_special_tokens(tmp_path: Path) -> None:
+    """</s> ends a document unless merges make it of letters, as those of HTML do."""
+    for name, merges in (("special", []), ("tag", [("<", "/"), ("</", "s"), ("</s", ">")])):
+        (tmp_path / name).mkdir()
+        vocab = {token: number for number, token in enumerate(["<", "/", "s", ">", "</", "</s", "</s>"])}
+        (tmp_path / name / "vocab.json").write_text(json.dumps(vocab))
+        (tmp_path / name / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, merges)))
+    found = [end_of_document(load_tokenizer(f"gpt2:{tmp_path / name}")) for name in ("special", "tag")]
+    assert found == [6, None]
 
 
 def test_sentencepiece(sentencepiece_model: Path) -> None:
@@ -180,6 +307,22 @@ def test_sentencepiece(sentencepiece_model: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (60, 2)
     check_round_trip(tokenizer, "the quick brown fox")
     assert 1 not in tokenizer.encode("the quick") and 2 not in tokenizer.encode("the quick")
+
+
+def test_sentencepiece_as_megatron_reads_it(sentencepiece_model: Path) -> None:
+    """Llama2Tokenizer begins each document; SentencePieceTokenizer has tokens behind the model's, <EOD> among them."""
+    plain, llama2, megatron = (
+        load_tokenizer(f"{kind}:{sentencepiece_model}") for kind in ("sentencepiece", "llama2", "megatron")
+    )
+    assert plain.bos == megatron.bos == () and llama2.encode_texts(["a"]) == [[1, *plain.encode("a")]]
+    assert llama2.identity == plain.identity and llama2.eod == 2
+    # <CLS> <SEP> <EOD> <MASK>, and <PAD>, which this model lacks
+    assert (megatron.vocab_size, megatron.eod) == (65, 62)
+    assert megatron.encode("the quick") == plain.encode("the quick")
+    with pytest.raises(ValueError, match=r"holds token id 62, outside the vocabulary of 60; .*megatron:FILE.model"):
+        require_vocabulary("c", np.array([1, 62]), plain.vocab_size, "the corpus")
+    require_vocabulary("c", np.array([1, 62]), megatron.vocab_size, "the corpus")
+    assert megatron.decode([*megatron.encode("the quick"), 62, *megatron.encode("fox")]) == "the quick<EOD>fox"
 
 
 # tiktoken's of r50k_base and cl100k_base. They have possessive repeats, which other libraries read otherwise.

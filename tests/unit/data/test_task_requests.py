@@ -13,6 +13,7 @@ from megazero.data.task_files import TaskItems, read_tasks
 from megazero.data.task_requests import PackedRequests, Pair, encode_tasks
 from megazero.data.tokenizer import load_tokenizer
 from tests.helpers.table import for_each
+from tests.unit.data_helpers import write_byte_tokenizer
 
 CHOICE = {"kind": "choice", "task": "a", "context": "ab", "choices": ["c", "de", "f"], "answer": 2}
 CLOZE = {"kind": "cloze", "task": "b", "context": "ab ", "continuation": "c", "delimiter": ""}
@@ -91,6 +92,18 @@ def test_requests_follow_the_conventions(tmp_path: Path) -> None:
         encoded.requests(2)
 
 
+def test_requests_begin_as_texts_do(tmp_path: Path) -> None:
+    """The beginning of a text stands for a missing context, and is in front of others, as in transformers."""
+    theirs = write_byte_tokenizer(tmp_path / "t", ["<s>", "</s>"], begins=["<s>"])
+    whole = CLOZE | {"context": "", "continuation": "xy"}
+    tasks = read(tmp_path, CLOZE, whole, TEXT | {"text": "ab"})
+    assert encode_tasks(tasks, load_tokenizer(str(theirs))).requests(100).pairs == (
+        Pair([256, 64, 65], [220, 66]),
+        Pair([256], [87, 88]),
+        Pair([256], [64, 65]),
+    )
+
+
 def test_windows_of_a_long_text_copy_no_more_than_they_keep() -> None:
     text, length = list(range(20_000)), 10
     windows = Pair([END], text).windows(length)
@@ -110,7 +123,7 @@ def test_a_continuation_without_a_token_is_refused(tmp_path: Path) -> None:
     class Greedy:
         eod = END
 
-        def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        def encode_texts(self, texts: list[str]) -> list[list[int]]:
             return [[1] for _ in texts]
 
     with pytest.raises(ValueError, match="line 1: a continuation has no token of its own; begin it with a space"):

@@ -7,7 +7,7 @@ import pytest
 from megazero.data.corpora import mock_datasets, open_datasets
 from megazero.data.text_bytes import bytes_per_token
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
-from tests.unit.data_helpers import write_corpus
+from tests.unit.data_helpers import write_byte_tokenizer, write_corpus
 
 DOCUMENTS = ["naïve 日本 🙂" * 3, "plain words", "end"]
 
@@ -27,7 +27,7 @@ class Pairs(Tokenizer):
     def vocabulary(self) -> dict[str, int]:
         raise NotImplementedError
 
-    def save(self, folder: Path) -> str:
+    def _save(self, folder: Path) -> str:
         raise NotImplementedError
 
 
@@ -42,6 +42,13 @@ def test_a_byte_is_a_byte_and_an_end_has_none(tmp_path: Path) -> None:
     assert bytes_per_token(data, tokenizer) == pytest.approx(
         (tokens - len(ids)) / tokens, rel=0.01
     )  # a cut character has at most 4 of 700 bytes
+
+
+def test_a_beginning_has_no_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(write_byte_tokenizer(tmp_path / "t", ["<s>", "</s>"], begins=["<s>"])))
+    corpus = write_corpus(tmp_path / "c", [[*ids, tokenizer.eod] for ids in tokenizer.encode_texts(["abcd"] * 50)])
+    data = open_datasets((str(corpus),), "0,1,0", 299, 1, None, needed=("validation",))
+    assert bytes_per_token(data, tokenizer) == pytest.approx(4 / 6, rel=0.01)
 
 
 @pytest.mark.second

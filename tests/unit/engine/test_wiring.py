@@ -357,7 +357,7 @@ GENERATED: dict[str, Call] = {
         "sampling": Kind("Sampling"),
         "max_new_tokens": 3,
         "batch_size": 2,
-        "eod": 256,
+        "ends": (256,),
         "on_batch": Kind("function"),
     },
     "Stage": {
