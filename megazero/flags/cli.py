@@ -7,6 +7,7 @@ only the preset names it, it is the config.toml of a run, whose values stand abo
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -23,7 +24,7 @@ from megazero.flags.help import show_normal, until_reader_ends, with_whole_lines
 from megazero.flags.limit_checks import check_text
 from megazero.flags.presets import Preset, over_defaults, read_preset
 from megazero.flags.recipe import RECIPE_FLAGS
-from megazero.flags.validate import plans
+from megazero.flags.validate import check_values, plans
 from megazero.log import log
 
 SCRIPT = "pretrain_gpt.py"
@@ -126,6 +127,8 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
     preset = read_preset(name) if name else Preset({}, [])
     translated = translate(argv, preset.values, count_ranks)
     refused = refusals(translated.answers)
+    if refused:
+        refused = "\n".join([refused, *_further_faults(translated.args, refused, count_ranks, find_model)])
     if any(answer.unknown for answer in translated.answers):
         log.error(refused)
         raise SystemExit(2)
@@ -174,6 +177,19 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
     return Command(
         config=config, args=args, given=given, notes=[*notes, *changes], dropped=dropped, foreign=translated.foreign
     )
+
+
+def _further_faults(args: list[str], refused: str, count_ranks: Callable[[], int], find_model: FindModel) -> list[str]:
+    """Return the faults of the words that are not refused, so that one start shows all.
+
+    Left out are those that name a flag of `refused`: the flag that was meant may be all that is missing.
+    """
+    try:
+        check_values(read(args, count_ranks, find_model).config)
+    except ValueError as error:
+        named = {*re.findall(r"--[a-z][\w-]*", refused)}
+        return [line for line in str(error).splitlines() if not named & {*re.findall(r"--[a-z][\w-]*", line)}]
+    return []
 
 
 def _num_ranks(config: Config, count_ranks: Callable[[], int]) -> int:

@@ -8,13 +8,14 @@ import math
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megazero.files import explain, refuse_in_checkpoint
 from megazero.flags.config import CheckpointConfig, Config, PlanConfig
 from megazero.flags.corpus_flags import document_flags
-from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, sections, value_of
+from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, sections, value_of, with_values
 from megazero.flags.limit_checks import check_text, out_of_range, shorten
 from megazero.flags.validate_model import check_model
 
@@ -83,40 +84,54 @@ def check_values(config: Config) -> None:
     """Check each flag by itself, then the flags with each other.
 
     Raises:
-        ValueError: naming the flag, its value and the way out.
+        ValueError: a line for each fault, which names the flag, its value and the way out.
     """
+    faults: dict[str, str] = {}
     for group, section in sections(config):
-        _check_section(group, section)
-    elastic_nodes(config.parallel.elastic)
-    check_model(config)
-    _check_needs(config)
-    if re.search(WANDB_REFUSES, config.log.wandb_project):
-        raise ValueError(
-            f"--wandb-project {shorten(config.log.wandb_project)}: Weights & Biases allows at most 128 characters and "
-            "none of / \\ # ? % : in the name of a project; use another"
-        )
-    _check_precision_and_zero(config)
-    _check_learning_rate(config)
-    if not searches(config):  # else the flags that these need may be chosen yet
-        _check_layout(config)
-    _check_saving(config)
-    _check_profile(config)
-    _check_plan(config.plan, config.parallel.layout == "auto")
-    _check_data(config)
+        faults |= _section_faults(group, section)
+    # The checks below may rely on bounds, so they see defaults in place of these values.
+    sound, found = with_values(config, {name: flags()[name].default for name in faults}), [*faults.values()]
+    checks: list[Callable[[Config], object]] = [
+        *(lambda c: elastic_nodes(c.parallel.elastic), check_model, _check_needs, _check_wandb),
+        *(_check_precision_and_zero, _check_learning_rate),
+        *([] if searches(config) else [_check_layout]),  # the flags that it needs may be chosen yet
+        *(_check_saving, _check_profile, lambda c: _check_plan(c.plan, c.parallel.layout == "auto"), _check_data),
+    ]
+    for check in checks:
+        try:
+            check(sound)
+        except ValueError as error:
+            if not any(f"--{name} " in f"{error} " for name in faults):
+                found.append(str(error))
+    if found:
+        raise ValueError("\n".join(found))
 
 
 @functools.lru_cache(maxsize=256)  # a search checks thousands of configurations, which have most sections in common
-def _check_section(group: str, section: Any) -> None:
-    """Check each flag of a group by itself."""
+def _section_faults(group: str, section: Any) -> dict[str, str]:
+    """Check each flag of a group by itself: name -> fault."""
+    found = {}
     for name, flag in flags().items():
         if flag.group != group:
             continue
         given = getattr(section, name.replace("-", "_"))
         if flag.bounds and (complaint := out_of_range(given, flag.bounds)):
-            raise ValueError(f"--{name} {shorten(given)}: {complaint}")
-        for text in given if isinstance(given, tuple) else (given,):
-            if isinstance(text, str):
-                check_text(name, text, is_path=name in PATHS)
+            found[name] = f"--{name} {shorten(given)}: {complaint}"
+        try:
+            for text in given if isinstance(given, tuple) else (given,):
+                if isinstance(text, str):
+                    check_text(name, text, is_path=name in PATHS)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def _check_wandb(config: Config) -> None:
+    if re.search(WANDB_REFUSES, config.log.wandb_project):
+        raise ValueError(
+            f"--wandb-project {shorten(config.log.wandb_project)}: Weights & Biases allows at most 128 characters and "
+            "none of / \\ # ? % : in the name of a project; use another"
+        )
 
 
 def elastic_nodes(text: str) -> range:
@@ -134,10 +149,12 @@ def elastic_nodes(text: str) -> range:
 
 def _check_needs(config: Config) -> None:
     """Refuse flags without those that they need."""
-    for name, needed in NEEDS.items():
-        if lacks_needed(config, name):
-            them, given = "both" if " and --" in needed else "it", shorten(as_flag(name, value_of(config, name)))
-            raise ValueError(f"{given} needs {needed}; add {them}, or drop --{name}")
+    found = []
+    for name in filter(functools.partial(lacks_needed, config), NEEDS):
+        needed, given = NEEDS[name], shorten(as_flag(name, value_of(config, name)))
+        found.append(f"{given} needs {needed}; add {'both' if ' and --' in needed else 'it'}, or drop --{name}")
+    if found:
+        raise ValueError("\n".join(found))
 
 
 def lacks_needed(config: Config, name: str) -> bool:

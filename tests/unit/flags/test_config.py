@@ -23,7 +23,7 @@ from megazero.flags.flag_names import as_flag, flags, to_toml, value_of, with_va
 from megazero.flags.help import DEVICE_DEFAULTS, FAMILY, NORMAL
 from megazero.flags.presets import read_preset
 from megazero.flags.resolve import resolve
-from megazero.flags.validate import check_device
+from megazero.flags.validate import check_device, check_values
 from tests.helpers.table import for_each
 
 # Flags that scripts, users and checks outside this repository rely on.
@@ -908,3 +908,26 @@ def test_pieces_of_samples_on_a_gpu_have_heads_of_flash_attention(options: dict[
     check_device(config, "cpu")
     with pytest.raises(ValueError, match=refusal) if refusal else contextlib.nullcontext():
         check_device(config, "cuda")
+
+
+def test_all_faults_of_a_command_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unknown flags, values, needs and combinations; not those which a fault above explains."""
+    wrong = "--num-layers 0 --keep-every 5 --wandb-project a/b --min-lr 9 --tensor-model-parallel-size 3"
+    faults = [
+        "--num-layers 0: must be at least 1",
+        "--keep-every 5 needs --keep-last N",
+        "--wandb-project a/b needs --log-dir DIR",
+        "--wandb-project a/b: Weights & Biases allows",
+        "--min-lr 9.0 is more than --lr 0.0003",
+    ]
+    with pytest.raises(ValueError) as refused:
+        check_values(read(wrong.split()).config)
+    lines = str(refused.value).splitlines()
+    assert len(lines) == len(faults) and all(map(str.startswith, lines, faults)), lines
+    with pytest.raises(SystemExit):
+        read(["--nonsense", "3", *wrong.split()])
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith("--nonsense 3: no such flag.") and rest == lines
+    with pytest.raises(SystemExit):
+        read("--keep-last-one 3 --keep-every 5".split())
+    assert "--keep-every 5 needs" not in capsys.readouterr().err  # --keep-last may be what was meant
