@@ -17,7 +17,7 @@ from benchmarks.reports.blocks import write_blocks
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 # section -> page, if it is not paper.md
-PAGES = {"searches": "plans.md", "planned": "plans.md"}
+PAGES = {"searches": "plans.md", "planned": "plans.md", "cards": "plans.md"}
 # section -> the function that makes its blocks; pictures are in docs/pictures
 SECTIONS = {
     "table-1": "states.table_1",
@@ -34,6 +34,7 @@ SECTIONS = {
     "two-ranks": "trained.two_ranks",
     "searches": "searches.searches",
     "planned": "planned.planned",
+    "cards": "cards.cards",
 }
 
 

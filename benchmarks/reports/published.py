@@ -244,3 +244,82 @@ TRAINED = [
     _mpt("7B", 1024, "a100", (8, 64, 1024), 34_857, "full"),
     _mpt("13B", 2048, "a100", (8, 2, 48), 18_097),
 ]
+
+
+class CardRun(NamedTuple):
+    """Tokens per second and GPU of a model on newer cards.
+
+    Attributes:
+        model: of `MODELS`.
+        layout: its flags, as far as they are published.
+        tokens: in bf16; 0 if there is no such run.
+        narrower: of the fastest run in 8 or 4 bits, and their name.
+    """
+
+    model: str
+    device: str
+    gpus: int
+    batch: int
+    layout: str
+    tokens: int = 0
+    source: str = ""
+    narrower: str = ""
+
+
+# NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and its archive, by container (in 8 and 4 bits: 26.04.01 to
+# 26.08); NVIDIA-NeMo/Automodel, docs/performance-summary.md of October 2025. Both balance experts by force. DeepSeek-V3
+# is without multi-token prediction, as in Megatron-Bridge's runs in bf16.
+BRIDGE, AUTOMODEL = "Megatron-Bridge {}", "Automodel"
+MODELS = {
+    "Llama 3 70B, 8k": "--preset llama-70b --vocab-size 128256 --seq-length 8192",
+    "Llama 3.1 405B, 8k": (
+        "--architecture llama --num-layers 126 --hidden-size 16384 --num-attention-heads 128 --num-query-groups 8 "
+        "--ffn-hidden-size 53248 --vocab-size 128256 --seq-length 8192 --untie-embeddings --precision bf16"
+    ),
+    "DeepSeek-V3": "--preset deepseek-v3-671b",
+    "GPT-OSS 120B": "--preset gpt-oss-120b",
+    "Qwen3-30B-A3B": "--preset qwen3-30b-a3b",
+    "Qwen3-235B-A22B": (
+        "--architecture qwen3-moe --num-layers 94 --hidden-size 4096 --num-attention-heads 64 --num-query-groups 4 "
+        "--kv-channels 128 --moe-ffn-hidden-size 1536 --vocab-size 151936 --seq-length 4096 --precision bf16"
+    ),
+}
+
+
+def _axes(micro: int, pp: int = 1, chunks: int = 1, ep: int = 1, *, tp: int = 1, cp: int = 1, zero: int = 1) -> str:
+    flags = f"--zero-stage {zero} --tensor-model-parallel-size {tp} --context-parallel-size {cp}"
+    flags += f" --pipeline-model-parallel-size {pp} --micro-batch-size {micro}"
+    schedule = f"interleaved --virtual-pipeline-stages {chunks}" if chunks > 1 else "1f1b"
+    return f"{flags} --pipeline-schedule {schedule}" + (f" --expert-model-parallel-size {ep}" if ep > 1 else "")
+
+
+GPT_OSS, SMALL_QWEN, DEEPSEEK, QWEN = "GPT-OSS 120B", "Qwen3-30B-A3B", "DeepSeek-V3", "Qwen3-235B-A22B"
+LLAMA_70B, LLAMA_405B = "Llama 3 70B, 8k", "Llama 3.1 405B, 8k"
+CARD_RUNS = [
+    CardRun(GPT_OSS, "gb300", 64, 1280, _axes(4, ep=64), 19200, BRIDGE.format("26.04.01"), "33,024 MXFP8"),
+    CardRun(GPT_OSS, "gb200", 64, 1280, _axes(4, ep=64), 16640, BRIDGE.format("26.04.01"), "28,672 MXFP8"),
+    CardRun(GPT_OSS, "b300", 64, 1280, _axes(4, ep=8), 15232, BRIDGE.format("26.04.01"), "18,534 MXFP8"),
+    CardRun(GPT_OSS, "b200", 64, 1280, _axes(4, ep=8), 13568, BRIDGE.format("26.04.01")),
+    CardRun(GPT_OSS, "h100-80gb", 64, 1280, _axes(1, 4, 1, 8), 5824, BRIDGE.format("26.04.01")),
+    CardRun(SMALL_QWEN, "gb300", 8, 512, _axes(8, ep=8), narrower="44,544 MXFP8"),
+    CardRun(SMALL_QWEN, "gb200", 8, 512, _axes(4, ep=8), narrower="39,936 MXFP8"),
+    CardRun(SMALL_QWEN, "b300", 8, 512, _axes(8, ep=8), narrower="40,769 MXFP8"),
+    CardRun(SMALL_QWEN, "b200", 8, 512, _axes(4, ep=8), narrower="27,136 MXFP8"),
+    CardRun(SMALL_QWEN, "h100-80gb", 8, 512, _axes(4, ep=8, zero=3), 12040, AUTOMODEL),
+    CardRun(DEEPSEEK, "gb300", 256, 4096, _axes(1, 2, 4, 32), 3848, BRIDGE.format("25.11"), "6,288 MXFP8"),
+    CardRun(DEEPSEEK, "gb200", 256, 4096, _axes(1, 4, 4, 64), 3139, BRIDGE.format("25.11"), "4,912 MXFP8"),
+    CardRun(DEEPSEEK, "b300", 256, 4096, _axes(2, 8, 1, 8), narrower="3,541 MXFP8"),
+    CardRun(DEEPSEEK, "b200", 256, 4096, _axes(1, 8, 2, 32), narrower="3,328 MXFP8"),
+    CardRun(DEEPSEEK, "h100-80gb", 256, 512, _axes(1, 4, 8, 64, zero=3), 1002, AUTOMODEL),
+    CardRun(QWEN, "gb300", 256, 8192, _axes(2, 4, 12, 16), 6131, BRIDGE.format("25.11"), "8,816 MXFP8"),
+    CardRun(QWEN, "gb200", 256, 8192, _axes(1, 8, 3, 32), 4916, BRIDGE.format("25.11"), "7,280 MXFP8"),
+    CardRun(QWEN, "b300", 256, 8192, _axes(2, 8, 1, 8), narrower="5,936 MXFP8"),
+    CardRun(QWEN, "b200", 256, 8192, _axes(1, 8, 1, 8), narrower="3,776 MXFP8"),
+    CardRun(QWEN, "h100-80gb", 256, 8192, _axes(1, 8, 4, 32, tp=2), narrower="1,712 FP8"),
+    CardRun(LLAMA_70B, "gb300", 64, 256, _axes(1, 4, 5), narrower="7,296 NVFP4"),
+    CardRun(LLAMA_70B, "gb200", 64, 256, _axes(1, 4, 5, tp=2), narrower="4,864 NVFP4"),
+    CardRun(LLAMA_70B, "h100-80gb", 64, 256, _axes(1, 8, 5, tp=4), narrower="1,664 FP8"),
+    CardRun(LLAMA_405B, "gb300", 256, 1536, _axes(1, 8, 4, tp=4), narrower="1,413 NVFP4"),
+    CardRun(LLAMA_405B, "gb200", 256, 1536, _axes(1, 16, 7, tp=4), narrower="1,166 NVFP4"),
+    CardRun(LLAMA_405B, "h100-80gb", 1024, 1536, _axes(1, 8, 8, tp=8, cp=2), narrower="326 FP8"),
+]

@@ -65,10 +65,10 @@ def ways(config: Config, device: Device, devices: int, hours: float) -> list[Way
     disk_save = copy if config.checkpoint.async_save else write
     disk = _way("disk", disk_save, write, restart=START_SECONDS + write, mtbf=mtbf)
     # the copy on another node passes the network, behind the next steps
-    sharing = min(devices, device.devices_per_node)
+    sharing = device.ranks_per_node(devices)
     send = each * sharing / (device["cluster.bandwidth"] * device["cluster.fraction"])
     memory = _way("memory", copy, send, restart=START_SECONDS + send + copy, mtbf=mtbf)
-    both = BOTH_COPIES if devices > device.devices_per_node else 1.0  # the only node has no peer
+    both = BOTH_COPIES if devices > device.devices_per_host else 1.0  # the only host has no peer
     rare = _way("disk", disk_save, write, restart=START_SECONDS + write, mtbf=mtbf / both)
     return [disk, memory._replace(goodput=memory.goodput * rare.goodput)]
 

@@ -183,7 +183,7 @@ def summary(plan: Plan) -> list[str]:
     )
     host = max(stage.memory["host"] for stage in plan.stages)
     if host:
-        each = min(plan.device.devices_per_node, plan.layout.world_size)
+        each = device.ranks_per_host(plan.layout.world_size)
         held = ["optimizer states and gradients"] if offload_fraction(plan.config) else []
         held += ["inputs kept for recompute"] if plan.config.activations.checkpoint_in_cpu else []
         held += ["checkpoints on their way to memory"] if plan.config.checkpoint.memory_checkpoint_interval else []

@@ -104,7 +104,7 @@ def candidates(config: Config, world: int, device: Device, given: Given | None =
         if pp > model.num_layers or batch < dp:
             continue
         share = micro_batches(batch, 1, dp)  # samples of the first replica, which has the most
-        node = max(1, device.devices_per_node // tp)
+        node = max(1, device.ranks_per_node(world) // tp)
         zeros = _zeros(layout.data, node, config.zero.zero_stage, fixed)
         within = {n: dataclasses.replace(layout, shards=n).stride("replica") for _, n in zeros}
         small = {share} if share < FEW_SAMPLES else set[int]()
@@ -186,7 +186,7 @@ def _experts(model: ModelConfig, ranks: int, tp: int, sequence: bool, given: Giv
 
 def _sizes(model: ModelConfig, world: int, device: Device, given: Given) -> Iterator[tuple[int, int, int]]:
     """Yield tensor-parallel, context-parallel and pipeline sizes."""
-    within = [n for n in tensor_parallel_sizes(model) if n <= device.devices_per_node]
+    within = [n for n in tensor_parallel_sizes(model) if n <= device.ranks_per_node(world)]
     for tp in sorted({*_one_of(given, "tensor-model-parallel-size", within)} & {*divisors(world)}):
         left = divisors(data_parallel_size(world, tp=tp))
         dealt = [n for n in left if n <= max(1, model.seq_length // LEAST_DEALT)]

@@ -135,7 +135,8 @@ def device_of_ranks(config: Config, card: str, machine: Machine, world: int) -> 
         )
     if device.kind != kind:
         raise ValueError(f"--device-type {named} describes a {device.kind} device, and this rank has {card or 'a CPU'}")
-    free, measured = machine.device or machine.host, {"node.devices": float(ranks)}
+    hosts = device.devices_per_node // device.devices_per_host  # of a node
+    free, measured = machine.device or machine.host, {"node.devices": float(ranks * hosts), "node.host_devices": ranks}
     memory = free.num_bytes if world == 1 and free is not None else machine.whole
     if memory is not None:
         measured["memory.capacity"] = SHARE * (memory if kind == "cuda" else memory // ranks)

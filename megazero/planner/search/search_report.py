@@ -112,16 +112,16 @@ def search_command(plan: Plan, given: Config, argv: list[str]) -> str:
 
 
 def _launcher(layout: Layout, device: Device) -> str:
-    world, each = layout.world_size, device.devices_per_node
+    world = layout.world_size
+    each = device.ranks_per_host(world)
     if world == 1:
         return "python pretrain_gpt.py"
-    if world <= each:
+    if world == each:
         return f"bash scripts/launch.sh --nproc {world}"
-    nodes = next(n for n in range(-(-world // each), world + 1) if world % n == 0)  # every node starts as many ranks
-    each = world // nodes
-    options = (
-        f"--nodes={nodes} --ntasks-per-node={each} --gpus-per-node={each} --cpus-per-task={max(1, NODE_CPUS // each)}"
-    )
+    options = f"--nodes={world // each}"
+    if (hosts := device.ranks_per_node(world) // each) > 1:
+        options += f" --segment={hosts}"  # SLURM's topology/block: as many hosts of the job in each NVLink domain
+    options += f" --ntasks-per-node={each} --gpus-per-node={each} --cpus-per-task={max(1, NODE_CPUS // each)}"
     return f"sbatch {options} scripts/slurm/pretrain.sbatch"
 
 

@@ -106,7 +106,7 @@ class StepCosts:
         """Take a resolved configuration. spec: of the pipeline rank."""
         self.config, self.layout, self.spec, self.device = config, layout, spec, device
         self.network = network or Network(device, layout)
-        self.roofline = Roofline(device, min(layout.world_size, device.devices_per_node))
+        self.roofline = Roofline(device, device.ranks_per_node(layout.world_size))
         self.sizes, self.uneven = StepSizes(config, layout, spec), update_imbalance(spec)
         frozen = config.training.freeze_parameters
         self.specs = stage_units(declare(config.model, layout.tp), layout, spec.pipeline.rank, frozen)

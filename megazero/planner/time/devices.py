@@ -35,6 +35,7 @@ SECTIONS = {
 OPTIONAL = {
     "memory": ("communicator",),
     "host": ("memory_bandwidth", "nvme_bandwidth"),
+    "node": ("host_devices", "link"),
     "cluster": ("disk_bandwidth",),
     "compute": ("tf32", "attention_64"),
     "overhead": ("collective", "overlap"),
@@ -191,6 +192,20 @@ class Device:
     def devices_per_node(self) -> int:
         return int(self["node.devices"])
 
+    @property
+    def devices_per_host(self) -> int:
+        """Devices of one operating system: fewer than the node's if the node is a rack of hosts, as in NVL72."""
+        return int(self.get("node.host_devices", self["node.devices"]))
+
+    def ranks_per_host(self, world: int) -> int:
+        """Return the ranks that a host starts, as many on each."""
+        return _equal_parts(world, self.devices_per_host)
+
+    def ranks_per_node(self, world: int) -> int:
+        """Return the ranks that share a node's links, on as many hosts in each node."""
+        each = self.ranks_per_host(world)
+        return each * _equal_parts(world // each, self.devices_per_node // self.devices_per_host)
+
     def reserved_bytes(self, layout: Layout) -> int:
         """Return the bytes of libraries on a rank: a fixed amount, and one for each communicator."""
         return int(self["memory.reserved"] + communicators(layout) * self.get("memory.communicator", 0.0))
@@ -198,6 +213,11 @@ class Device:
     def usable_bytes(self, layout: Layout) -> int:
         """Return the bytes of a device that are left for the engine and its activations."""
         return int(self["memory.capacity"]) - self.reserved_bytes(layout)
+
+
+def _equal_parts(number: int, most: int) -> int:
+    """Return the largest divisor of `number` that is at most `most`, or 1."""
+    return next((n for n in range(min(most, number), 0, -1) if number % n == 0), 1)
 
 
 def communicators(layout: Layout) -> int:

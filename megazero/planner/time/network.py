@@ -40,20 +40,19 @@ class Network:
     """Times of communication of a layout on a kind of device."""
 
     def __init__(self, device: Device, layout: Layout) -> None:
-        ranks = min(layout.world_size, device.devices_per_node)
-        inside = interpolate(device.curves.links, ranks) if device.curves.links else device["node.bandwidth"]
+        self.each = device.ranks_per_node(layout.world_size)
+        inside = interpolate(device.curves.links, self.each) if device.curves.links else device["node.bandwidth"]
         self.inside = inside * device["node.fraction"], device["node.latency"]
+        self.link = device.get("node.link", inside) * device["node.fraction"]  # with a switch: all of a rank's links
         self.between = device["cluster.bandwidth"] * device["cluster.fraction"], device["cluster.latency"]
         self.exchanges = device.kind == "cpu"  # gloo: every rank sends to every other rank at once
-        self.each = device.devices_per_node
-        self.sharing = min(layout.world_size, self.each)  # devices of a node
         sizes = layout.sizes | {"embedding": 2 if layout.last_pp else 1}
         self.groups = {axis: ranks_of_axis(size, layout.stride(axis), self.each) for axis, size in sizes.items()}
         self.layout = layout
 
     def bandwidth(self, group: GroupNodes) -> float:
         """Return the bytes per second that each rank of a ring sends, limited by the slowest hop."""
-        inside, _ = self.inside
+        inside = min(self.inside[0], self.link * max(1, group.per_node - 1))
         if group.nodes == 1:
             return inside
         return min(inside, self.between[0] / group.sharing)
@@ -93,8 +92,8 @@ class Network:
     def message(self, num_bytes: float, sender: int, receiver: int) -> float:
         """Return the seconds of a message between pipeline ranks, while all ranks of a stage send theirs."""
         nodes = [self.layout.stage_ranks(pp)[0] // self.each for pp in (sender, receiver)]
-        bandwidth, latency = self.inside
+        bandwidth, latency = self.link, self.inside[1]
         if nodes[0] != nodes[1]:
             between, latency = self.between
-            bandwidth = min(bandwidth, between / min(self.sharing, self.layout.stride("pp")))
+            bandwidth = min(self.inside[0], between / min(self.each, self.layout.stride("pp")))
         return latency + num_bytes / bandwidth

@@ -90,12 +90,20 @@ def test_a_terminal_gets_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) 
     assert "\x1b[" in said
 
 
+OTHERS = ("NVIDIA GH200 480GB", "NVIDIA GB10", "AMD Instinct MI300A", "AMD Instinct MI325X", "AMD Instinct MI350X", "")
+
+
 def test_every_card_of_the_device_files_has_a_peak() -> None:
     """Names as torch.cuda.get_device_name gives them; cards with other peaks are none of these."""
     names = {
         "NVIDIA H100 80GB HBM3": "h100-80gb",
         "NVIDIA H200": "h200-141gb",
         "NVIDIA B200": "b200",
+        "NVIDIA GB200": "gb200",
+        "NVIDIA B300 SXM6 AC": "b300",
+        "NVIDIA GB300": "gb300",
+        "AMD Instinct MI300X": "mi300x",
+        "AMD Instinct MI355X": "mi355x",
         "NVIDIA A100-SXM4-40GB": "a100-80gb",
         "NVIDIA A100 80GB PCIe": "a100-80gb",
         "Tesla V100-SXM2-16GB": "v100-32gb",
@@ -106,8 +114,10 @@ def test_every_card_of_the_device_files_has_a_peak() -> None:
         found = find_card(card)
         assert found is not None and found.name == name
     assert {*names.values(), "cpu"} == {*known_devices()}
-    for other in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 D", "NVIDIA A10G", ""):
+    for other in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 D", "NVIDIA A10G", *OTHERS):
         assert find_card(other) is None and peak_flops(other, TrainingConfig()) == 0
+    for name in {*names.values()} - {"v100-32gb"}:  # emulates bf16
+        assert load_device(name)["compute.bf16"] == load_device(name)["compute.fp16"]
     h100 = load_device("h100-80gb")
     assert peak_flops("NVIDIA H100 80GB HBM3", TrainingConfig(precision="bf16")) == h100["compute.bf16"]
     fp32 = TrainingConfig(precision="fp32", tf32=True)

@@ -170,6 +170,9 @@ def test_the_device_of_ranks_is_their_card() -> None:
     found = device_of_ranks(config, "NVIDIA H100 80GB HBM3", gpu, 2)
     assert (found.name, found["memory.capacity"], found.devices_per_node) == ("h100-80gb", 0.9 * 80e9, 2)
     assert found["compute.fp32"] == found["compute.tf32"]
+    for ranks in (4, 2):  # of a tray of four, of which an NVLink domain has 18
+        rack = device_of_ranks(config, "NVIDIA GB200", gpu._replace(ranks=range(ranks)), 36)
+        assert (rack.devices_per_node, rack.devices_per_host) == (18 * ranks, ranks)
     assert device_of_ranks(config, "NVIDIA H100 80GB HBM3", gpu, 1)["memory.capacity"] == 0.9 * 70e9
     with pytest.raises(ValueError, match=r"no device file describes NVIDIA X; add --device-type .* b200, .* your own"):
         device_of_ranks(config, "NVIDIA X", gpu, 2)

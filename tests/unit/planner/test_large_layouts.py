@@ -85,9 +85,9 @@ def test_a_table_of_many_stages_has_both_ends_the_middle_and_the_fullest() -> No
     assert any("seconds of a step on stage 7" in line for line in lines)
 
 
-@for_each(("world", "devices"), [(12, 8), (24, 8)])
+@for_each(("world", "devices"), [(12, 6), (24, 8)])
 def test_host_memory_of_a_node_is_that_of_its_devices(world: int, devices: int) -> None:
-    """3 GB each, of eight devices on a node; a plan of four devices has four."""
+    """3 GB each, of eight devices on a node; twelve devices are on two nodes, a plan of four devices has four."""
     assert f"host memory: {3 * devices}.0 GB per node for inputs kept for recompute" in summary(
         made_plan([9] * 12, world, host=3)
     )
@@ -228,6 +228,26 @@ def test_groups_of_every_axis_lie_on_these_nodes() -> None:
     assert groups["cp"] == GroupNodes(8, 2, 4, 2) and groups["data"] == GroupNodes(16, 4, 4, 2)
     v = Layout(pp=2, dp=16, chunks=2, v_shaped=True)
     assert Network(device, v).groups["embedding"] == GroupNodes(1, 1, 1, 8)
+
+
+def test_ranks_of_racks_are_shared_out_equally() -> None:
+    """256 ranks in NVLink domains of 72: 64 in each of four, so that experts of 64 ranks do not leave theirs."""
+    groups = Network(load_device("gb200"), Layout(pp=4, dp=64, ep=64)).groups
+    assert groups["ep"] == groups["dp"] == GroupNodes(64, 1, 64, 1) and groups["pp"] == GroupNodes(4, 4, 1, 64)
+    assert Network(load_device("h100-80gb"), Layout(dp=12)).groups["dp"] == GroupNodes(12, 2, 6, 1)
+    plan = made_plan([9] * 12, 24, host=3)._replace(device=load_device("gb200"))
+    assert "host memory: 12.0 GB per node for inputs kept for recompute" in summary(plan)  # of one tray of four
+
+
+def test_devices_without_a_switch_have_one_link_to_each_other() -> None:
+    """MI300X: 7 links of 64 GB/s in one direction, of which 0.7 are reached."""
+    for tp, links in ((2, 1), (4, 3), (8, 7)):
+        network = Network(load_device("mi300x"), Layout(pp=8 // tp, tp=tp))
+        assert network.bandwidth(network.groups["tp"]) == pytest.approx(0.7 * 64e9 * links)
+        latency = network.inside[1]
+        assert tp == 8 or network.message(1e9, 0, 1) == pytest.approx(latency + 1 / (0.7 * 64))
+    network = Network(load_device("h100-80gb"), Layout(dp=4, tp=2))
+    assert network.bandwidth(network.groups["tp"]) == network.bandwidth(network.groups["data"]) == network.inside[0]
 
 
 def test_messages_between_stages_share_a_nodes_cards() -> None:

@@ -588,20 +588,29 @@ def test_a_search_keeps_the_flags_of_the_command_line(
     assert "--zero-stage 0 fits on 2 x small; drop some of these flags, use more" in capsys.readouterr().out
 
 
+def on_nodes(options: str, each: int, cpus: int) -> str:
+    tasks = f"--ntasks-per-node={each} --gpus-per-node={each} --cpus-per-task={cpus}"
+    return f"sbatch {options} {tasks} scripts/slurm/pretrain.sbatch"
+
+
 @for_each(
-    ("world", "starts"),
+    ("device", "world", "starts"),
     [
-        (1, "python pretrain_gpt.py"),
-        (6, "bash scripts/launch.sh --nproc 6"),
-        (8, "bash scripts/launch.sh --nproc 8"),
-        (24, "sbatch --nodes=3 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 scripts/slurm/pretrain.sbatch"),
-        (12, "sbatch --nodes=2 --ntasks-per-node=6 --gpus-per-node=6 --cpus-per-task=10 scripts/slurm/pretrain.sbatch"),
-        (20, "sbatch --nodes=4 --ntasks-per-node=5 --gpus-per-node=5 --cpus-per-task=12 scripts/slurm/pretrain.sbatch"),
+        ("h100-80gb", 1, "python pretrain_gpt.py"),
+        ("h100-80gb", 6, "bash scripts/launch.sh --nproc 6"),
+        ("h100-80gb", 8, "bash scripts/launch.sh --nproc 8"),
+        ("h100-80gb", 24, on_nodes("--nodes=3", 8, 8)),
+        ("h100-80gb", 12, on_nodes("--nodes=2", 6, 10)),
+        ("h100-80gb", 20, on_nodes("--nodes=4", 5, 12)),
+        ("gb200", 4, "bash scripts/launch.sh --nproc 4"),
+        ("gb200", 8, on_nodes("--nodes=2 --segment=2", 4, 16)),
+        ("gb300", 72, on_nodes("--nodes=18 --segment=18", 4, 16)),
+        ("gb300", 120, on_nodes("--nodes=30 --segment=15", 4, 16)),
     ],
 )
-def test_the_command_of_a_search_starts_the_ranks_that_were_planned(world: int, starts: str) -> None:
-    """On nodes of 8: nodes x tasks of a node are all ranks."""
-    argv = f"{SMALL} --plan-search --world-size {world} --device-type h100-80gb --global-batch-size 120".split()
+def test_the_command_of_a_search_starts_the_ranks_that_were_planned(device: str, world: int, starts: str) -> None:
+    """Nodes x tasks of a node are all ranks: on nodes of 8, and on hosts of 4 in NVLink domains of 72."""
+    argv = f"{SMALL} --plan-search --world-size {world} --device-type {device} --global-batch-size 120".split()
     config = parse(argv)
     plan = make_plan(*plan_config(config))
     assert plan.layout.world_size == world
