@@ -210,7 +210,7 @@ class PackedDataset(GPTDataset):
         assert index >= 0, index
         self.check()
         epoch, place = divmod(index, self.num_samples)
-        return self._checked(index, int(self._table(epoch).shuffle[place]))
+        return self._checked(index, self._drawn(epoch, place))
 
     def once(self, number: int) -> Sample:
         """Return sample `number` of an epoch, in the order before the shuffle."""

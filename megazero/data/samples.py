@@ -167,8 +167,7 @@ class GPTDataset:
         self.check()
         epoch = index * self.seq_length // self.num_tokens
         first, _ = self._key.sample_range(epoch)
-        in_stream = first + int(self._table(epoch).shuffle[index - first])
-        return self._checked(index, in_stream)
+        return self._checked(index, first + self._drawn(epoch, index - first))
 
     def in_order(self, number: int) -> Sample:
         """Return sample `number` of the stream, in the order before the shuffle."""
@@ -200,6 +199,17 @@ class GPTDataset:
             if len(self._tables) > KEPT_EPOCHS:
                 del self._tables[next(iter(self._tables))]
         return table
+
+    def _drawn(self, epoch: int, place: int) -> int:
+        """Return the sample of an epoch that its shuffle has at a place; both are counted from 0."""
+        shuffle = self._table(epoch).shuffle
+        drawn = int(shuffle[place])
+        if not 0 <= drawn < shuffle.size:
+            raise ValueError(
+                f"--data-path {self.data.prefix}: epoch {epoch} has {shuffle.size} samples, and its table names sample "
+                f"{drawn}; delete {self.data.prefix}_index_cache, and resume from the last checkpoint"
+            )
+        return drawn
 
     def _load(self, epoch: int) -> EpochTable:
         return load_table(self._source, self._key, epoch)
