@@ -115,16 +115,21 @@ class IndexedDataset:
         return self._read(".bin", self._identity, self.dtype.newbyteorder("<"), start, stop)
 
     def mask(self, start: int, stop: int) -> Mask:
-        """Return, for each of tokens [start, stop), whether it counts as a target. All do if there is no mask."""
-        counts: Mask = self.mask_bytes(start, stop) == 1
-        return counts
+        """Return, for each of tokens [start, stop), whether it counts as a target. All do if there is no mask.
 
-    def mask_bytes(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of the mask of tokens [start, stop), uint8, read-only."""
+        ValueError if a byte of the mask is neither 0 nor 1.
+        """
         assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
         if self._mask_identity is None:
-            return np.ones(stop - start, np.uint8)
-        return self._read(".mask", self._mask_identity, np.dtype(np.uint8), start, stop)
+            return np.ones(stop - start, np.bool_)
+        marks = self._read(".mask", self._mask_identity, np.dtype(np.uint8), start, stop)
+        if marks.max(initial=0) > 1:
+            place = int((marks > 1).argmax())
+            raise self._refusal(
+                f"{self.prefix}.mask has byte {marks[place]} for token {start + place:,}, and only 0 and 1 (a target) "
+                "are known; write these, as bytes and not as digits, or preprocess the text again"
+            )
+        return marks.view(np.bool_)
 
     def _read(self, end: str, identity: Identity, dtype: np.dtype[Any], start: int, stop: int) -> npt.NDArray[Any]:
         path, count = self.prefix + end, (stop - start) * dtype.itemsize

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from data_tools import chat, check_dataset, merge_datasets, peek, preprocess_data, reading
+from megazero.data import corpora
 from megazero.data.about import read_about
 from megazero.data.corpora import open_datasets
 from megazero.data.fingerprint import fingerprint, same
 from megazero.data.indexed import IndexedDataset
 from megazero.data.loader import Batches
+from megazero.data.packing import PackedDataset
 from megazero.data.samples import GPTDataset, WholeSplit
 from megazero.data.tokenizer import load_tokenizer
 from megazero.flags.batch_ramp import BatchSizes
@@ -318,7 +320,7 @@ def test_check_dataset_finds_damage(tmp_path: Path, capsys: pytest.CaptureFixtur
     Path(f"{prefix}.json").write_text(json.dumps(about))
     refused(rf"json has num_targets 36, and 3[57] tokens count in {prefix}.mask")
     path.write_bytes(raw[:40] + b"\x07" + raw[41:])
-    refused(rf"{prefix}.mask holds byte 7 among tokens 0 to 72, and only 0 and 1 are known")
+    refused(rf"{prefix}.mask has byte 7 for token 40, and only 0 and 1 ")
     path.write_bytes(raw[:-1])
     refused(rf"{prefix}.mask is truncated: 71 bytes, the index describes 72; ")
 
@@ -380,7 +382,7 @@ def test_blends_ends_of_documents_and_depths(tmp_path: Path) -> None:
             ahead = batch.ahead(2)
             assert ahead.loss_mask[:, :-2].tolist() == batch.loss_mask[:, 2:].tolist()
     assert left_out > 0
-    expected = f"loss masks: of the tokens, some of {masked} count as targets; all tokens of the other corpora count"
+    expected = f"loss masks: of the tokens, 58.3% of {masked} count as targets; all tokens of the other corpora count"
     assert data.notes()[0] == expected
 
 
@@ -411,6 +413,42 @@ def test_the_start_reports_the_share_of_targets(tmp_path: Path) -> None:
     prefix = preprocess(tmp_path, [{"q": "abc", "a": "de"}] * 900, "byte", "--json-keys", "q:0", "a:1")
     data = open_datasets((f"{prefix}_q_a_document",), "1", 5, 1, 257)
     assert data.notes() == [f"loss masks: of the tokens, 40.0% of {prefix}_q_a_document count as targets"]
+
+
+@for_each("alone", [True, False])
+def test_targets_are_counted_where_no_description_has_their_number(tmp_path: Path, alone: bool, monkeypatch) -> None:
+    """All in a small mask, some in a large one. A corpus without any is refused, also in a blend."""
+    documents = numbered_documents(40)
+    prefix, count = write_corpus(tmp_path / "c", documents), sum(map(len, documents))
+    given = [str(prefix)] if alone else ["3", str(write_corpus(tmp_path / "p", documents)), "1", str(prefix)]
+
+    def notes(mask: bytes) -> str:
+        Path(f"{prefix}.mask").write_bytes(mask)
+        return open_datasets(given, "1", 5, 1, count).notes()[0]
+
+    assert f"of the tokens, {1 / count:.1%} of {prefix} count as targets" in notes(bytes(count - 1) + b"\1")
+    for raw, fault in (
+        (bytes(count), "counts no token as a target, .*; leave it out"),
+        (b"\xff" * count, r"has byte 255 for token 0, and only 0 and 1 \(a target\) are known"),
+        (b"1" * count, "has byte 49 for token 0, "),
+        (b"\1" * (count - 1) + b"\2", f"has byte 2 for token {count - 1}, "),
+    ):
+        with pytest.raises(ValueError, match=f"--data-path {prefix}: {prefix}.mask {fault}"):
+            notes(raw)
+    monkeypatch.setattr(corpora, "SCANNED_BYTES", 64 * len(given))
+    monkeypatch.setattr(corpora, "SCANNED_PIECES", 4)
+    assert "of the tokens, about 50.0% of" in notes(bytes(k % 2 for k in range(count)))
+    assert "of the tokens, about 0.0% of" in notes(bytes(count))
+
+
+@for_each("kind", (GPTDataset, PackedDataset))
+def test_a_byte_that_no_start_has_seen_is_refused_where_it_is_read(tmp_path: Path, kind: type[GPTDataset]) -> None:
+    prefix = write_masked(tmp_path / "c", [[1, 2, 3]] * 9, third)
+    path = Path(f"{prefix}.mask")
+    path.write_bytes(path.read_bytes()[:14] + b"\x80" + path.read_bytes()[15:])
+    dataset = kind(prefix, "1", "train", 3, seed=1)
+    with pytest.raises(ValueError, match=f"{prefix}.mask has byte 128 for token 14, "):
+        [dataset[k] for k in range(9)]
 
 
 def test_another_mask_is_another_corpus(tmp_path: Path) -> None:
