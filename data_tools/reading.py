@@ -3,8 +3,11 @@
 A chunk's content depends on its position alone, so that a resumed run reads the same chunks.
 """
 
+import bz2
 import gzip
 import io
+import lzma
+import shlex
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -72,23 +75,69 @@ def read_chunks(sources: Sequence[Source], keys: Sequence[str], start: Position 
         at = start if number == start.source else Position(number)
         try:
             yield from _READERS[source.kind](source, at, keys)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"--input {source.name}: damaged gzip file: {error}; fetch it again") from error
-        except OSError as error:
-            if source.compression == ".zst" and not error.errno:  # Arrow's
-                raise ValueError(f"--input {source.name}: damaged zstd file: {error}; fetch it again") from error
-            raise ValueError(f"--input {explain(error)}") from error
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and (error.errno or not source.compression):
+                raise ValueError(f"--input {explain(error)}") from error
+            raise ValueError(f"--input {source.name}: {_damage(source, error)}") from error
+
+
+def _damage(source: Source, error: Exception) -> str:
+    """Return the fault of a compressed file, and the way out."""
+    if "requires too much memory" in str(error):
+        return (
+            "zstd's window of this file is longer than 128 MiB, which only the command zstd reads: "
+            f"`zstd -dc --long=31 {shlex.quote(source.name)} |`, with --input -"
+        )
+    with open(source.name, "rb") as file:
+        head = file.read(8)
+    if head.lstrip()[:1] in (b"{", b"["):
+        return f"it is no {source.compression} file, but JSON that is not compressed; rename it"
+    return f"damaged {source.compression} file: {error}; fetch it again"
 
 
 # -- bytes
 
 
+class _Streams(io.RawIOBase):
+    """The content of the bzip2 or xz streams of a file; Python's own readers end silently at damage between two."""
+
+    def __init__(self, file: BinaryIO, compression: str) -> None:
+        self._file, self._padding = file, b"\0" if compression == "xz" else b""
+        self._new: Callable[[], Any] = lzma.LZMADecompressor if compression == "xz" else bz2.BZ2Decompressor
+        self._stream: Any = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            raw, ended = b"", self._stream is None or self._stream.eof
+            if ended:
+                raw = self._stream.unused_data if self._stream is not None else b""
+            if not raw and (ended or self._stream.needs_input):
+                raw = self._file.read(CHUNK_BYTES)
+                if not raw and not ended:
+                    raise EOFError("it ends within a stream")
+            if ended:
+                while self._padding and raw and not (raw := raw.lstrip(self._padding)):
+                    raw = self._file.read(CHUNK_BYTES)
+                if not raw:
+                    return 0
+                self._stream = self._new()
+            data = self._stream.decompress(raw, len(buffer))
+            if data:
+                buffer[: len(data)] = data
+                return len(data)
+
+
 def _open(source: Source) -> tuple[BinaryIO, BinaryIO]:
     """The file on the disk, and its decompressed content."""
     raw = open(source.name, "rb")
-    if source.compression == ".gz":
+    if source.compression == "gzip":
         return raw, gzip.open(raw)  # type: ignore[return-value]
-    if source.compression == ".zst":
+    if source.compression in ("bzip2", "xz"):
+        return raw, io.BufferedReader(_Streams(raw, source.compression), CHUNK_BYTES)
+    if source.compression == "zstd":
         import pyarrow as pa
 
         # Read through Python, so that its place in the file is known.
@@ -301,7 +350,7 @@ def _load(source: Source) -> Any:
 def _check_columns(source: Source, names: Sequence[str], keys: Sequence[str]) -> None:
     for key in keys:
         if key not in names:
-            raise ValueError(f"--json-keys {key}: {source.name} has no such column; there are {', '.join(names)}")
+            raise ValueError(f"--json-keys {key}: {source.name} has no such column; give one of {', '.join(names)}")
 
 
 def _row_chunks(source: Source, at: Position, table: "pa.Table", row: int, disk_bytes: int) -> Iterator[Chunk]:
