@@ -1,8 +1,8 @@
 """The order of documents and samples in one epoch: two permutations and a running sum; and the cache of such tables.
 
 All of it is a pure function of (corpus, split, sequence length, seed, epoch). The cache only saves time and memory:
-processes of a node map the same file. A file ends in the CRC-32 of its name and its numbers, and is computed again if it has
-another.
+processes of a node map the same file. A file ends in the CRC-32 of its name and its numbers; one with another CRC-32 is
+computed again.
 """
 
 import fcntl
