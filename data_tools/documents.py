@@ -127,6 +127,8 @@ def _values(
             values.append(read(document[key]))
         except Malformed as error:
             return Bad(where, f"--json-keys {key}: the {noun} {error}")
+        except RecursionError:
+            return Bad(where, f"--json-keys {key}: the {noun} is nested too deeply")
     return tuple(values)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 import zlib
 from collections.abc import Callable
 from itertools import groupby
@@ -33,6 +34,16 @@ MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}"
     "{% endif %}{{ '\n' }}{% endfor %}"
+)
+# The same text, with tags that take the white space around them away, on lines of their own.
+INDENTED = (
+    "{%- for m in messages %}\n    {{- '<|im_start|>' + m['role'] + '\n' }}\n    {%- if m['role'] == 'assistant' %}\n"
+    "        {%- generation -%}\n    {{ m['content'] }}\n{{- '<|im_end|>' }}{% endgeneration %}\n    {%- else %}\n"
+    "        {{- m['content'] + '<|im_end|>' }}\n    {%- endif %}\n    {{- '\n' }}\n{%- endfor %}"
+)
+TRIMMED = (
+    "{% for m in messages %}{% set x %}{% generation %}{{ m['content'] }} {% endgeneration %}{% endset %}{{ x | trim }}"
+    "{% endfor %}"
 )
 # The space before an answer is in one token with its first letter.
 SPACED = (
@@ -115,6 +126,7 @@ ANSWER = "<|im_start|>assistant\n"
         (CHATML, True, f"{SYSTEM}{FIRST}{ANSWER}[yes, hé<|im_end|>\n]{SECOND}{ANSWER}[so<|im_end|>\n<|endoftext|>]"),
         (SPACED, False, "Q: Be kind.<|endoftext|>Q: hé?<|endoftext|>A:[ yes, hé<|endoftext|>]"
                         "Q: why<|endoftext|>A:[ so<|endoftext|>]"),
+        (INDENTED, False, f"{SYSTEM}{FIRST}{ANSWER}[yes, hé<|im_end|>]\n{SECOND}{ANSWER}[so<|im_end|>]\n"),
         (DATED, False, f"26 Jul 2024{SYSTEM}{FIRST}{ANSWER}[yes, hé<|im_end|>]\n{SECOND}{ANSWER}[so<|im_end|>]\n"),
     ],
 )  # fmt: skip
@@ -232,6 +244,7 @@ def test_conversations_in_columns(tmp_path: Path) -> None:
          "--mask-from chat", r"renders an answer in another way when messages follow it, or without its generation "
          r"prompt, .* put \{% generation %\} and \{% endgeneration %\} around them in the template"),
         (PROMPTED, TALK, "--mask-from chat", "renders an answer in another way"),
+        (TRIMMED, TALK, "--mask-from chat", r"changes the text around \{% generation %\}; put the tags where"),
         (CHATML, "text", "--mask-from chat", r"in.jsonl:1: --json-keys messages: the key is no list of messages"),
         (CHATML, [], "--mask-from chat", r"in.jsonl:1: --json-keys messages: the key is no list of messages"),
         (CHATML, [*TALK, {"from": "x"}], "--mask-from chat", "the key has no text under role in message 5; mend it"),
@@ -257,13 +270,43 @@ def test_bad_input_is_one_sentence(
     assert not list(tmp_path.glob("p_*")) and not list(tmp_path.glob("p.partial"))
 
 
+@for_each("template", [5, True, {}, [{"name": "default", "template": 5}]])
+def test_a_chat_template_that_is_no_text(tmp_path: Path, template: Any) -> None:
+    tokenizer = write_chat_tokenizer(tmp_path / "tokenizer", None)
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ValueError, match=r"^--mask-from chat: .*--tokenizer .*tokenizer"):
+        chat.ChatTemplate(str(tokenizer))
+
+
+def test_targets_do_not_depend_on_the_mask_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of its versions, such as 5.17, mark the messages of the user that follow an answer."""
+    from transformers import PreTrainedTokenizerBase
+
+    apply = PreTrainedTokenizerBase.apply_chat_template
+
+    def wrong(*given: Any, **options: Any) -> Any:
+        found = apply(*given, **options)
+        if "assistant_masks" in found:
+            found["assistant_masks"] = [1] * len(found["input_ids"])
+        return found
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", wrong)
+    found = chat.ChatTemplate(str(write_chat_tokenizer(tmp_path / "tokenizer", MARKED))).encode(TALK)
+    assert found.mask.any() and not found.mask.all()
+
+
 def test_bad_conversations_can_be_skipped(tmp_path: Path) -> None:
     tokenizer = write_chat_tokenizer(tmp_path / "tokenizer", CHATML)
-    documents = [{"messages": each} for each in (TALK, "x", TALK[2:], TALK, TALK[:3])]
+    deep: Any = []
+    for _ in range(700 if sys.version_info < (3, 12) else 3000):  # what json can read, and Python's own calls cannot
+        deep = [deep]
+    talks = (TALK, "x", TALK[2:], TALK, TALK[:3], [{**TALK[1], "content": "x", "extra": deep}])
+    documents = [{"messages": each} for each in talks]
     flags = ["--mask-from", "chat", "--on-bad-line", "skip", "--dedup"]
     prefix = preprocess(tmp_path, documents, tokenizer, *flags)
     assert len(marked(f"{prefix}_messages_document", tokenizer)) == 2
-    assert len(Path(f"{prefix}_skipped.txt").read_text().splitlines()) == 2
+    skipped = Path(f"{prefix}_skipped.txt").read_text().splitlines()
+    assert len(skipped) == 3 and skipped[2].endswith("--json-keys messages: the key is nested too deeply")
 
 
 def test_other_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
