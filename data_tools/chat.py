@@ -17,6 +17,7 @@ from data_tools.documents import Malformed, well_formed
 from megazero.data.indexed import Int64s, Mask
 from megazero.data.tokenizer import PROBE, FastTokenizer, load_tokenizer
 from megazero.data.tokenizer.backends import TransformersTokenizer
+from megazero.files import first_line
 from megazero.optional import load_optional
 
 Messages = list[dict[str, Any]]
@@ -65,7 +66,7 @@ class ChatTemplate:
                 )
             template = self._backend.get_chat_template() if self._backend.chat_template else None
         except Exception as error:  # any exception of the library
-            reason = _first_line(error)
+            reason = first_line(error)
             raise ValueError(f"--mask-from chat: transformers cannot read --tokenizer {spec}: {reason}") from error
         if template is None:
             raise self._missing()
@@ -122,7 +123,7 @@ class ChatTemplate:
         except (TemplateUnsuitable, MemoryError):
             raise
         except Exception as error:  # any exception of a template, or of the library
-            raise Malformed(f"is refused by the chat template: {_first_line(error)}") from error
+            raise Malformed(f"is refused by the chat template: {first_line(error)}") from error
         mask = np.zeros(len(found["input_ids"]), np.bool_)
         first, stop = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
         for begin, end in spans:
@@ -161,10 +162,6 @@ class ChatTemplate:
                 f"found; put {{% generation %}} and {{% endgeneration %}} around them in the template"
             )
         return len(before), len(after)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from data_tools.reading import Chunk
+from megazero.files import first_line
 
 Value = TypeVar("Value")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -156,15 +157,40 @@ def _of_rows(chunk: Chunk, keys: Sequence[str], read: Callable[[Any], Value]) ->
     import pyarrow as pa
 
     table = pa.ipc.open_stream(chunk.raw).read_all()
-    columns = [table.column(key).to_pylist() for key in keys]
+    columns = [_values_of(table.column(key)) for key in keys]
 
     def of_row(value: Any) -> Value:
+        if isinstance(value, Unreadable):
+            raise Malformed(f"cannot be read: {value.fault}")
         if value is None:
             raise Malformed("is empty (null)")
         return read(value)
 
     for number, row in enumerate(zip(*columns, strict=True)):
         yield _values(dict(zip(keys, row, strict=True)), keys, of_row, chunk.where(number), "column")
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A value of a table that no Python object can hold, such as a string that is no UTF-8."""
+
+    fault: str
+
+
+def _values_of(column: Any) -> list[Any]:
+    """Return the values of a column; `Unreadable` for one that pyarrow fails on."""
+
+    def value_of(scalar: Any) -> Any:
+        try:
+            return scalar.as_py()
+        except (ValueError, OverflowError, RecursionError) as error:
+            return Unreadable(first_line(error))
+
+    try:
+        found: list[Any] = column.to_pylist()
+    except (ValueError, OverflowError, RecursionError):
+        found = [value_of(scalar) for scalar in column]
+    return found
 
 
 def _codec_fault(error: UnicodeDecodeError, at_start: bool) -> str:

@@ -332,8 +332,11 @@ def open_datasets(
 
 def _allow_files() -> None:
     """Raise the limit of open files if mapped indices, of all stages, and the tables of their epochs need it."""
-    needed = OTHER_FILES + 4 * len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        needed = OTHER_FILES + 4 * len(os.listdir("/proc/self/fd"))
+    except OSError:  # a container without /proc
+        needed = hard if hard > 0 else 1 << 20
     if 0 <= soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard < 0 else min(needed, hard), hard))
 

@@ -19,6 +19,8 @@ from data_tools.documents import Bad, documents_of, text_of
 from data_tools.reading import Chunk, Position, read_chunks
 from data_tools.seen import Seen
 from data_tools.sources import find_sources, partition
+from megazero.data import corpora
+from megazero.data.corpora import open_datasets
 from tests.helpers.table import for_each
 from tests.unit.data_helpers import unpack_corpus
 
@@ -482,6 +484,90 @@ def test_seen_is_a_set() -> None:
             known.add(row)
         assert seen.add(digests).tolist() == fresh
         assert len(seen) == len(known)
+
+
+@for_each("name", ["a.parquet", "a.arrow", "a_file.arrow"])
+def test_two_columns_of_one_name(tmp_path: Path, name: str, monkeypatch) -> None:
+    import pyarrow as pa
+
+    text = pa.array(["a", "b"])
+    monkeypatch.setitem(globals(), "table", lambda texts: pa.table([text, text], names=["text", "text"]))
+    path = write(tmp_path / name, ["a", "b"])
+    with pytest.raises(ValueError, match=f"--json-keys text: {path} has several columns of this name; rename them"):
+        run(tmp_path, path)
+    monkeypatch.setitem(globals(), "table", lambda texts: pa.table([text, text, text], names=["id", "id", "text"]))
+    assert texts(run(tmp_path, write(tmp_path / name, ["a", "b"]))) == ["a", "b"]
+
+
+def test_a_string_of_a_table_that_is_no_utf8_is_a_bad_row(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    raw = pa.array([b"good", b"\xff\xfe", b"more"]).buffers()
+    pq.write_table(pa.table({"text": pa.StringArray.from_buffers(3, raw[1], raw[2])}), tmp_path / "a.parquet")
+    with pytest.raises(
+        ValueError, match=r"a.parquet, row 1: --json-keys text: the column cannot be read: 'utf-8' codec"
+    ):
+        run(tmp_path, tmp_path / "a.parquet")
+    assert texts(run(tmp_path, tmp_path / "a.parquet", more=("--on-bad-line", "skip"))) == ["good", "more"]
+
+
+@for_each(
+    "error",
+    [KeyError("Field 'x'"), RecursionError("deep"), TypeError("no"), UnicodeDecodeError("utf-8", b"", 0, 1, "")],
+)
+def test_any_exception_of_a_reader_is_one_sentence(tmp_path: Path, error: Exception, monkeypatch) -> None:
+    import datasets
+    import pyarrow.parquet as pq
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    path = write(tmp_path / "a.parquet", TEXTS)
+    datasets.disable_progress_bars()
+    datasets.Dataset(table(TEXTS)).save_to_disk(tmp_path / "saved")
+    for owner, name, given, fault in (
+        (pq, "ParquetFile", path, "damaged parquet file"),
+        (pq.ParquetFile, "iter_batches", path, "damaged parquet file"),
+        (datasets.Dataset, "__getitem__", tmp_path / "saved", "`datasets` cannot read it"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"--input {given}: {fault}: "):
+            patch.setattr(owner, name, fail)
+            run(tmp_path, given)
+
+
+def test_a_fault_of_our_own_keeps_its_traceback(tmp_path: Path, monkeypatch) -> None:
+    """The border is around calls of libraries, and not around the tool."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("ours")
+
+    path = write(tmp_path / "a.parquet", TEXTS)
+    given = ["--input", str(path), "--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte", "--workers", "1"]
+    for owner, name in ((reading, "_row_chunks"), (reading, "Chunk"), (encoding, "documents_of")):
+        with monkeypatch.context() as patch, pytest.raises(KeyError, match="ours"):
+            patch.setattr(owner, name, fail)
+            preprocess_data.command(given)
+
+
+def test_a_container_without_proc(tmp_path: Path, monkeypatch) -> None:
+    """--data-path and preprocess work, with the limits that the system names itself."""
+    prefix = f"{run(tmp_path, write(tmp_path / 'a.jsonl', TEXTS))}_text_document"
+    limits = [(64, 4096)]
+
+    def listdir(path: str) -> list[str]:
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    def opened(path: str, mode: str) -> io.BytesIO:
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    monkeypatch.setattr(corpora.os, "listdir", listdir)
+    monkeypatch.setattr(corpora.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(corpora.resource, "setrlimit", lambda _, wanted: limits.append(wanted))
+    assert open_datasets((prefix,), "1", 5, 1, 257).train[0].ids.size == 6 and limits[-1] == (4096, 4096)
+    before = encoding.resident_bytes()
+    monkeypatch.setattr(encoding, "open", opened, raising=False)
+    assert 0.5 < encoding.resident_bytes() / before < 20
 
 
 # -- gigatoken
