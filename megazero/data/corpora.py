@@ -317,7 +317,7 @@ def open_datasets(
         ]
         if split_name in needed:
             for part in parts:
-                part.check()
+                part.check(needed)
         if split_name == "train" and begins is not None:
             firsts = [begins.first(data, seq_length) for data in corpora]
             return BlendedDataset(parts, weights, begins.origin, firsts)
