@@ -356,6 +356,49 @@ def test_partitions_are_the_whole_one_after_another(tmp_path: Path, name: str, c
         assert max(sizes) < 2 * sum(sizes) / count + 5000
 
 
+@for_each("name", ["a.jsonl", "a.parquet"])
+@for_each(
+    ("files", "lines", "count"), [(1, 12, 2), (1, 12, 3), (1, 12, 12), (3, 4, 2), (3, 4, 6), (4, 3, 4), (2, 1, 2)]
+)
+def test_a_border_of_partitions_at_the_beginning_of_a_line(
+    tmp_path: Path, name: str, files: int, lines: int, count: int
+) -> None:
+    """Documents of equal size: each border is where a line, a row group or a file begins."""
+    import pyarrow.parquet as pq
+
+    documents = [f"document {k:02}" for k in range(files * lines)]
+    paths = []
+    for k in range(files):
+        path = tmp_path / f"{k}{name}"
+        paths.append(str(path))
+        own = documents[k * lines : (k + 1) * lines]
+        if name == "a.parquet":
+            pq.write_table(table(own), path, row_group_size=1, use_dictionary=False)
+        else:
+            path.write_bytes(b"".join(b'{"text": "%s"}\n' % text.encode() for text in own))
+    sources = find_sources(paths, ["text"])
+    assert len({source.size for source in sources}) == 1
+    parts = []
+    for index in range(count):
+        own = read_chunks(partition(sources, f"{index}/{count}"), ["text"])
+        parts.append([d[0] for chunk in own for d in documents_of(chunk, ["text"], text_of)])
+    assert [text for part in parts for text in part] == documents
+    if name == "a.jsonl":
+        assert {len(part) for part in parts} == {len(documents) // count}
+
+
+@for_each("shift", range(-3, 4))
+def test_a_border_of_partitions_near_the_beginning_of_a_line(tmp_path: Path, shift: int) -> None:
+    """Two lines: the border is some bytes from the beginning of the second."""
+    path = tmp_path / "a.jsonl"
+    lines = [b'{"text": "%s"}' % (b"x" * size) for size in (30 + shift, 30 - shift)]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    parts = [[*read_chunks(partition(find_sources([str(path)], ["text"]), f"{k}/2"), ["text"])] for k in range(2)]
+    assert [b"".join(chunk.raw for chunk in part).splitlines() for part in parts] == (
+        [lines, []] if shift < 0 else [lines[:1], lines[1:]]
+    )
+
+
 @for_each("given", ["2/2", "-1/2", "1", "a/b", "0/0", "1/2/3"])
 def test_bad_partitions(tmp_path: Path, given: str) -> None:
     path = write(tmp_path / "a.jsonl", TEXTS)
@@ -472,6 +515,26 @@ def test_dedup_keeps_the_first_of_equal_documents(tmp_path: Path, monkeypatch) -
     assert about["duplicate_documents"] == 2000 - len(kept)
     with pytest.raises(ValueError, match="--dedup sees all documents"):
         run(tmp_path, path, more=("--dedup", "--partition", "0/2"))
+
+
+@for_each("keys", ["q a", "a q", "q:0 a:1", "q", "a"])
+def test_dedup_compares_the_texts_of_all_keys(tmp_path: Path, keys: str, monkeypatch) -> None:
+    """A document is a copy if no key has another text; then it is left out of the corpus of each key."""
+    monkeypatch.setattr(reading, "CHUNK_BYTES", 60)
+    rows = [("x", "1"), ("x", "2"), ("y", "1"), ("x", "1"), ("x1", ""), ("", "x1"), ("y", "1"), ("x", "2"), ("z", "9")]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in rows))
+    prefix = run(tmp_path, path, more=("--dedup", "--json-keys", *keys.split()))
+    names = [key.partition(":")[0] for key in keys.split()]
+    kept = list(dict.fromkeys(tuple({"q": q, "a": a}[name] for name in names) for q, a in rows))
+    if ":" in keys:
+        assert texts(prefix, "q_a") == ["".join(each) for each in kept]
+        return
+    for place, name in enumerate(names):
+        assert texts(prefix, name) == [each[place] for each in kept if each[place]], name
+        about = json.loads(Path(f"{prefix}_{name}_document.json").read_text())
+        assert about["duplicate_documents"] == len(rows) - len(kept)
+        assert about["empty_documents"] == sum(not each[place] for each in kept)
 
 
 def test_seen_is_a_set() -> None:
