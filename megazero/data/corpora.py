@@ -325,9 +325,7 @@ def open_datasets(
 
     train, validation, test = (opened(name) for name in SPLITS)
     continues = begins.notes(corpora, seq_length) if begins is not None else ()
-    return Datasets(
-        train, validation, test, corpora=corpora, edges=edges, continued=continues, target_shares=shares
-    )
+    return Datasets(train, validation, test, corpora=corpora, edges=edges, continued=continues, target_shares=shares)
 
 
 def _allow_files() -> None:
