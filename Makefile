@@ -1,7 +1,7 @@
 # The developer's commands. `bash scripts/test.sh` once makes .venv with all that they need.
 BIN := .venv/bin
 
-.PHONY: help check format test test-second test-all test-gpu chaos fuzz mutate bench paper test-machines same-bits site
+.PHONY: help check format test test-second test-all test-gpu test-floors chaos fuzz mutate bench paper test-machines same-bits site
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ test-all:  ## the default suite, the second ring and slow tests
 
 test-machines:  ## the default suite on seven imitated CPUs, with two and four threads, and under jitter: an hour
 	$(BIN)/python -m tests.machines
+
+test-floors:  ## tests of data, flags and interop with the oldest Python and packages that pyproject.toml allows
+	$(BIN)/python -m tests.floors
 
 test-gpu:  ## what needs a GPU
 	bash scripts/test.sh -m gpu

@@ -17,11 +17,16 @@ from data_tools.documents import Malformed, well_formed
 from megazero.data.indexed import Int64s, Mask
 from megazero.data.tokenizer import PROBE, FastTokenizer, load_tokenizer
 from megazero.data.tokenizer.backends import TransformersTokenizer
+from megazero.files import first_line
 from megazero.optional import load_optional
 
 Messages = list[dict[str, Any]]
-# transformers' tag around the assistant's part of a template.
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# transformers' tags around the assistant's part of a template. Calls of a macro in their place put a mark at each end
+# of such a part. transformers' own mask of the assistant's tokens is wrong in some versions, such as 5.17, which marks
+# later messages of the user.
+GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+BEGIN, END = "\ue0f0<\ue0f1", "\ue0f0>\ue0f1"
+MARKING = f"{{% macro marked_for_training() %}}{BEGIN}{{{{ caller() }}}}{END}{{% endmacro %}}{{{{ '' }}}}"
 # Templates that show the date get Llama 3's, so that a command that resumes on another day writes the same bytes.
 DATE = "26 Jul 2024"
 FIXED_DATE = (
@@ -61,10 +66,14 @@ class ChatTemplate:
                 )
             template = self._backend.get_chat_template() if self._backend.chat_template else None
         except Exception as error:  # any exception of the library
-            reason = _first_line(error)
+            reason = first_line(error)
             raise ValueError(f"--mask-from chat: transformers cannot read --tokenizer {spec}: {reason}") from error
         if template is None:
             raise self._missing()
+        if not isinstance(template, str):
+            raise ValueError(
+                f"--mask-from chat: the chat_template of --tokenizer {spec} is a {type(template).__name__}, not a text"
+            )
         if not self._backend.is_fast:
             raise ValueError(
                 f"--mask-from chat: --tokenizer {spec} does not give the place of a token in the text, as a "
@@ -77,7 +86,12 @@ class ChatTemplate:
                 f"the tokenizer_class in its tokenizer_config.json"
             )
         self.template = (FIXED_DATE if "strftime_now" in template else "") + template
-        self._marked = GENERATION.search(self.template) is not None
+        self._marked = ""
+        if GENERATION.search(self.template):
+            tags = {None: "call marked_for_training()", "end": "endcall"}
+            self._marked = MARKING + GENERATION.sub(
+                lambda tag: f"{{%{tag[1]} {tags[tag[2]]} {tag[3]}%}}", self.template
+            )
 
     def _missing(self) -> ValueError:
         return ValueError(
@@ -95,37 +109,52 @@ class ChatTemplate:
         Raises:
             Malformed: it is none, or the template does not accept it.
             TemplateUnsuitable: the template has no {% generation %}, and renders an answer in another way once
-                messages follow it, or after another text than its generation prompt.
+                messages follow it, or after another text than its generation prompt; or it changes the marked text.
         """
         messages = messages_of(value)
         try:
+            text = str(self._apply(messages, self.template))
             if self._marked:
-                found = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
-                return Conversation(
-                    np.array(found["input_ids"], np.int64), np.array(found["assistant_masks"], np.bool_)
-                )
-            text = str(self._apply(messages, tokenize=False))
-            spans = [self._span(messages, k, text) for k, each in enumerate(messages) if each["role"] == "assistant"]
+                spans = self._marked_spans(messages, text)
+            else:
+                answers = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
+                spans = [self._span(messages, number, text) for number in answers]
             found = self._backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         except (TemplateUnsuitable, MemoryError):
             raise
         except Exception as error:  # any exception of a template, or of the library
-            raise Malformed(f"is refused by the chat template: {_first_line(error)}") from error
+            raise Malformed(f"is refused by the chat template: {first_line(error)}") from error
         mask = np.zeros(len(found["input_ids"]), np.bool_)
         first, stop = np.array(found["offset_mapping"], np.int64).reshape(-1, 2).T
         for begin, end in spans:
             mask |= (stop > begin) & (first < end)
         return Conversation(np.array(found["input_ids"], np.int64), mask)
 
-    def _apply(self, messages: Messages, **options: Any) -> Any:
+    def _apply(self, messages: Messages, template: str, **options: Any) -> Any:
         return self._backend.apply_chat_template(
-            messages, chat_template=self.template, date_string=DATE, tokenizer_kwargs={"verbose": False}, **options
+            messages, chat_template=template, date_string=DATE, tokenize=False, **options
         )
+
+    def _marked_spans(self, messages: Messages, whole: str) -> list[tuple[int, int]]:
+        """Return the characters in a rendered conversation that {% generation %} is around."""
+        parts = re.split(f"({BEGIN}|{END})", str(self._apply(messages, self._marked)))
+        texts, marks, at, begin, spans = parts[::2], parts[1::2], 0, 0, list[tuple[int, int]]()
+        if "".join(texts) != whole or marks != [BEGIN, END] * (len(marks) // 2):
+            raise TemplateUnsuitable(
+                f"--mask-from chat: the chat template of --tokenizer {self.spec} changes the text around "
+                "{% generation %}; put the tags where the text is final, and one pair not inside another"
+            )
+        for text, mark in zip(texts, marks, strict=False):
+            at += len(text)
+            if mark == END:
+                spans.append((begin, at))
+            begin = at
+        return spans
 
     def _span(self, messages: Messages, number: int, whole: str) -> tuple[int, int]:
         """Return the characters of message `number`, the assistant's, in the rendered conversation."""
-        before = str(self._apply(messages[:number], tokenize=False, add_generation_prompt=True))
-        after = str(self._apply(messages[: number + 1], tokenize=False))
+        before = str(self._apply(messages[:number], self.template, add_generation_prompt=True))
+        after = str(self._apply(messages[: number + 1], self.template))
         if not (after.startswith(before) and whole.startswith(after)):
             raise TemplateUnsuitable(
                 f"--mask-from chat: the chat template of --tokenizer {self.spec} renders an answer in another way when "
@@ -133,10 +162,6 @@ class ChatTemplate:
                 f"found; put {{% generation %}} and {{% endgeneration %}} around them in the template"
             )
         return len(before), len(after)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from megazero.data.packing import pack_documents
 from megazero.data.remembered import remembered_tokenizer
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from megazero.files import write_atomically
+from megazero.units import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -140,7 +141,7 @@ def find_tokenizer(data: IndexedDataset, spec: str) -> Tokenizer | None:
     try:
         return remembered_tokenizer(data)
     except ValueError as error:
-        print(f"{error}, to see text", file=sys.stderr)
+        print(f"{visible(str(error))}, to see text", file=sys.stderr)
         return None
 
 
@@ -149,9 +150,9 @@ def print_table(console: "Console", columns: Sequence[str], rows: Sequence[Seque
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(*map(escape, columns))
+    table = Table(*(escape(visible(column)) for column in columns))
     for row in rows:
-        table.add_row(*(escape(f"{cell:,}" if isinstance(cell, int) else str(cell)) for cell in row))
+        table.add_row(*(escape(f"{cell:,}" if isinstance(cell, int) else visible(str(cell))) for cell in row))
     console.print(table, highlight=False)
 
 
@@ -192,6 +193,7 @@ def beginning(data: IndexedDataset, start: int, stop: int, tokenizer: Tokenizer 
     for first, end in pairwise(borders):
         ids = data.tokens(start + first, start + end).tolist()
         text = (tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))).encode("utf-8", "replace").decode()
+        text = visible(text)
         yield Text(text.join(TARGETS), TARGET_STYLE) if mask[first:end].any() else Text(text)
 
 

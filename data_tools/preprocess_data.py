@@ -36,7 +36,7 @@ from data_tools.sources import Source, find_sources, partition
 from data_tools.tool import check_workers, parse, progress_bar, run_tool
 from megazero.data.writer import CorpusParts, publish
 from megazero.files import OutputFile, read_json_object
-from megazero.units import things
+from megazero.units import things, visible
 
 PROGRAM = "preprocess_data.py"
 # A kill loses at most the work since the last commit.
@@ -164,7 +164,7 @@ class Run:
             if self.options.on_bad_line == "stop":
                 raise ValueError(f"{encoded.bad[0]}; mend it, or give --on-bad-line skip")
             for bad in encoded.bad[: max(0, SHOWN_BAD - self.skipped.count)]:
-                print(f"skipped {bad}", file=sys.stderr)
+                print(visible(f"skipped {bad}"), file=sys.stderr)
             self.skipped.add(encoded.bad)
         kept = None
         if encoded.digests is not None:

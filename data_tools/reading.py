@@ -3,16 +3,17 @@
 A chunk's content depends on its position alone, so that a resumed run reads the same chunks.
 """
 
-import gzip
-import io
+import lzma
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
+from data_tools.compressed import damage, open_source
 from data_tools.sources import Source
-from megazero.files import explain
+from megazero.files import explain, first_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 # Size of the chunks that workers encode: large enough to outweigh the transport, small enough for a queue of them. A
 # longer document is a chunk of its own.
 CHUNK_BYTES = 1 << 20
+# Faults of a source that a library reads.
+DAMAGED = "damaged KIND file: {}; fetch it again"
+UNREADABLE = "`datasets` cannot read it: {}"
 # Rows decoded at once of a parquet file or a data set.
 ROWS = 256
 
@@ -37,6 +41,7 @@ class Position:
 
 
 BEGINNING = Position()
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -72,29 +77,13 @@ def read_chunks(sources: Sequence[Source], keys: Sequence[str], start: Position 
         at = start if number == start.source else Position(number)
         try:
             yield from _READERS[source.kind](source, at, keys)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"--input {source.name}: damaged gzip file: {error}; fetch it again") from error
-        except OSError as error:
-            if source.compression == ".zst" and not error.errno:  # Arrow's
-                raise ValueError(f"--input {source.name}: damaged zstd file: {error}; fetch it again") from error
-            raise ValueError(f"--input {explain(error)}") from error
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and (error.errno or not source.compression):
+                raise ValueError(f"--input {explain(error)}") from error
+            raise ValueError(f"--input {source.name}: {damage(source, error)}") from error
 
 
 # -- bytes
-
-
-def _open(source: Source) -> tuple[BinaryIO, BinaryIO]:
-    """The file on the disk, and its decompressed content."""
-    raw = open(source.name, "rb")
-    if source.compression == ".gz":
-        return raw, gzip.open(raw)  # type: ignore[return-value]
-    if source.compression == ".zst":
-        import pyarrow as pa
-
-        # Read through Python, so that its place in the file is known.
-        stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
-        return raw, io.BufferedReader(stream, CHUNK_BYTES)
-    return raw, raw
 
 
 def _skip(file: BinaryIO, count: int, name: str) -> None:
@@ -108,7 +97,7 @@ def _skip(file: BinaryIO, count: int, name: str) -> None:
 def _read_lines(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Chunk]:
     if source.compression and source.begin:
         return  # begins in another part of a --partition
-    raw, file = _open(source)
+    raw, file = open_source(source)
     with raw:
         stop = sys.maxsize
         if not source.compression:
@@ -162,7 +151,7 @@ def _read_stdin_text(source: Source, at: Position, keys: Sequence[str]) -> Itera
 def _read_text(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Chunk]:
     if at.offset or source.begin:
         return
-    raw, file = _open(source)
+    raw, file = open_source(source)
     with raw:
         text = file.read()
         yield Chunk(source=source, at=at, behind=Position(at.source, len(text) + 1), raw=text, disk_bytes=raw.tell())
@@ -171,44 +160,56 @@ def _read_text(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Ch
 # -- rows
 
 
+@contextmanager
+def _library(source: Source, fault: str) -> Iterator[None]:
+    """Turn any exception of a library into a ValueError. The block has no code of ours, whose faults would be hidden.
+
+    fault: of the input, with a place {} for the exception's text.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"--input {source.name}: {fault.format(first_line(error))}") from error
+
+
+def _guarded(source: Source, fault: str, items: Iterator[Value]) -> Iterator[Value]:
+    """Yield what a library's iterator yields; see `_library`."""
+    nothing = object()
+    while True:
+        with _library(source, fault):
+            item = next(items, nothing)
+        if item is nothing:
+            return
+        yield item  # type: ignore[misc]
+
+
 def _read_parquet(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Chunk]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    def damaged(error: Exception) -> ValueError:
-        return ValueError(f"--input {source.name}: damaged parquet file: {_first_line(error)}; fetch it again")
-
-    try:
+    fault = DAMAGED.replace("KIND", "parquet")
+    with _library(source, fault):
         file = pq.ParquetFile(source.name, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        raise damaged(error) from error
+        names, sizes = (
+            file.schema_arrow.names,
+            [file.metadata.row_group(k).num_rows for k in range(file.num_row_groups)],
+        )
     with file:
-        _check_columns(source, file.schema_arrow.names, keys)
-        groups, row = file.num_row_groups, 0
-        for number in range(groups):
-            here = number / groups
-            count = file.metadata.row_group(number).num_rows
-            if source.begin <= here < source.end and row + count > at.offset:
-                tables = _batches(file, number, keys)
+        _check_columns(source, names, keys)
+        row = 0
+        for number, count in enumerate(sizes):
+            if source.begin <= number / len(sizes) < source.end and row + count > at.offset:
+                with _library(source, fault):
+                    batches = file.iter_batches(ROWS, row_groups=[number], columns=list(keys), use_threads=False)
                 first = row
-                while True:
-                    try:
-                        table = next(tables, None)
-                    except (pa.ArrowException, OSError) as error:
-                        raise damaged(error) from error
-                    if table is None:
-                        break
-                    disk = round(source.size / groups * table.num_rows / max(1, count))
+                for batch in _guarded(source, fault, batches):
+                    table = pa.Table.from_batches([batch])
+                    disk = round(source.size / len(sizes) * table.num_rows / max(1, count))
                     yield from _row_chunks(source, at, table, row=first, disk_bytes=disk)
                     first += table.num_rows
             row += count
-
-
-def _batches(file: Any, group: int, keys: Sequence[str]) -> Iterator["pa.Table"]:
-    import pyarrow as pa
-
-    for batch in file.iter_batches(ROWS, row_groups=[group], columns=list(keys), use_threads=False):
-        yield pa.Table.from_batches([batch])
 
 
 def _read_arrow(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Chunk]:
@@ -217,37 +218,39 @@ def _read_arrow(source: Source, at: Position, keys: Sequence[str]) -> Iterator[C
 
     if source.begin:
         return
+    fault = DAMAGED.replace("KIND", "Arrow")
     with open(source.name, "rb") as raw:
-        try:
-            head = raw.read(6)
-            raw.seek(0)
-            if head == b"ARROW1":
-                reader = pa.ipc.open_file(raw)
-                batches = (reader.get_batch(k) for k in range(reader.num_record_batches))
-            else:
-                reader = pa.ipc.open_stream(raw)
-                batches = iter(reader)
-            _check_columns(source, reader.schema.names, keys)
-            row, disk = 0, 0
-            for batch in batches:
+        head = raw.read(6)
+        raw.seek(0)
+        with _library(source, fault):
+            reader = pa.ipc.open_file(raw) if head == b"ARROW1" else pa.ipc.open_stream(raw)
+            names = reader.schema.names
+        _check_columns(source, names, keys)
+
+        def tables() -> Iterator[pa.Table]:
+            mapped = head == b"ARROW1"
+            for batch in map(reader.get_batch, range(reader.num_record_batches)) if mapped else reader:
                 table = pa.Table.from_batches([batch]).select(list(keys))
-                yield from _row_chunks(source, at, table, row=row, disk_bytes=raw.tell() - disk)
-                row, disk = row + table.num_rows, raw.tell()
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(
-                f"--input {source.name}: damaged Arrow file: {_first_line(error)}; fetch it again"
-            ) from error
+                table.validate(full=True)  # offsets outside the buffers would end the process
+                yield table
+
+        row, disk = 0, 0
+        for table in _guarded(source, fault, tables()):
+            yield from _row_chunks(source, at, table, row=row, disk_bytes=raw.tell() - disk)
+            row, disk = row + table.num_rows, raw.tell()
 
 
 def _read_rows(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Chunk]:
     """A folder of `save_to_disk`, mapped by `datasets`."""
     data = _load(source)
     _check_columns(source, data.column_names, keys)
-    data = data.select_columns(list(keys)).with_format("arrow")
+    with _library(source, UNREADABLE):
+        data = data.select_columns(list(keys)).with_format("arrow")
     stop = round(len(data) * source.end)
     at = Position(at.source, max(at.offset, round(len(data) * source.begin)))
     for row in range(at.offset // ROWS * ROWS, stop, ROWS):
-        table = data[row : min(row + ROWS, stop)]
+        with _library(source, UNREADABLE):
+            table = data[row : min(row + ROWS, stop)]
         yield from _row_chunks(
             source, at, table, row=row, disk_bytes=round(source.size * table.num_rows / max(1, len(data)))
         )
@@ -257,20 +260,24 @@ def _read_stream(source: Source, at: Position, keys: Sequence[str]) -> Iterator[
     """A data set of the hub, or a folder of files, streamed by `datasets`."""
     import pyarrow as pa
 
+    def table() -> pa.Table:
+        with _library(source, f"rows from {row:,} on have no common type: {{}}; save it as JSON lines"):
+            return pa.Table.from_pylist(texts)
+
     data = _load(source)
     row, texts = at.offset, []
     waiting = 0
     columns = getattr(data, "column_names", None)
     if columns:
         _check_columns(source, columns, keys)
-    for document in data.skip(row) if row else data:
+    for document in _guarded(source, UNREADABLE, iter(data.skip(row) if row else data)):
         texts.append({key: document.get(key) for key in keys})
         waiting += sum(len(text) for text in texts[-1].values() if isinstance(text, str))
         if waiting >= CHUNK_BYTES or len(texts) == ROWS:
-            yield from _row_chunks(source, at, pa.Table.from_pylist(texts), row=row, disk_bytes=0)
+            yield from _row_chunks(source, at, table(), row=row, disk_bytes=0)
             row, texts, waiting = row + len(texts), [], 0
     if texts:
-        yield from _row_chunks(source, at, pa.Table.from_pylist(texts), row=row, disk_bytes=0)
+        yield from _row_chunks(source, at, table(), row=row, disk_bytes=0)
 
 
 def _load(source: Source) -> Any:
@@ -285,7 +292,7 @@ def _load(source: Source) -> Any:
             data = datasets.load_dataset(source.name, streaming=True)
     except Exception as error:
         raise ValueError(
-            f"--input {spec}: `datasets` cannot read it: {_first_line(error)}; give a folder of save_to_disk, a folder "
+            f"--input {spec}: `datasets` cannot read it: {first_line(error)}; give a folder of save_to_disk, a folder "
             f"of data files, or the name of a data set of the hub where there is a network"
         ) from error
     if isinstance(data, dict):
@@ -300,8 +307,10 @@ def _load(source: Source) -> Any:
 
 def _check_columns(source: Source, names: Sequence[str], keys: Sequence[str]) -> None:
     for key in keys:
+        if list(names).count(key) > 1:
+            raise ValueError(f"--json-keys {key}: {source.name} has several columns of this name; rename them")
         if key not in names:
-            raise ValueError(f"--json-keys {key}: {source.name} has no such column; there are {', '.join(names)}")
+            raise ValueError(f"--json-keys {key}: {source.name} has no such column; give one of {', '.join(names)}")
 
 
 def _row_chunks(source: Source, at: Position, table: "pa.Table", row: int, disk_bytes: int) -> Iterator[Chunk]:
@@ -326,10 +335,6 @@ def _row_chunks(source: Source, at: Position, table: "pa.Table", row: int, disk_
             disk_bytes=share,
         )
         table, row, disk_bytes = table.slice(count), row + count, disk_bytes - share
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 _READERS: dict[str, Callable[[Source, Position, Sequence[str]], Iterator[Chunk]]] = {

@@ -2,7 +2,10 @@
 
 import glob
 import os
-from collections.abc import Sequence
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,12 +15,18 @@ from megazero.files import explain
 Kind = Literal["jsonl", "text", "parquet", "arrow", "rows", "stream", "stdin", "stdin-text"]
 Format = Literal["auto", "jsonl", "text", "parquet", "arrow"]
 KINDS: dict[str, Kind] = {
-    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "jsonl"),
+    **dict.fromkeys((".jsonl", ".json", ".ndjson", ".jsonlines", ".jl"), "jsonl"),
     **dict.fromkeys((".txt", ".md"), "text"),
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-COMPRESSIONS = (".gz", ".zst")
+# Endings of compressed JSON lines and texts, by format.
+COMPRESSIONS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bzip2", ".xz": "xz"}
+# In a folder, texts of these names are about the data.
+ABOUT = re.compile(r"(readme|licen[cs]e|copying|notice|changelog)\b", re.IGNORECASE)
+SHOWN_ENDINGS = 9
+# A pointer is a file of three lines, which a clone without git-lfs has in place of a large file.
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 STDIN = "-"
 DATASETS = "datasets:"
 # A folder with one of these was written by `datasets.Dataset.save_to_disk`, or `DatasetDict.save_to_disk`.
@@ -29,7 +38,7 @@ class Source:
     """One file, or one stream, of documents.
 
     `begin`, `end`: the part of [0, 1) of it that is read, less than all only with --partition. `argument`: number of
-    the --input value that names it. `size` in bytes on disk; 0 if unknown.
+    the --input value that names it. `size` in bytes on disk; 0 if unknown. `compression`: a value of COMPRESSIONS.
     """
 
     name: str
@@ -93,25 +102,63 @@ def _sources_of(given: str, number: int, input_format: Format) -> list[Source]:
 
 
 def _folder(folder: str, number: int, input_format: Format) -> list[Source]:
-    """Every file below a folder whose kind is known, or, with --input-format, every file; hidden files are left out."""
-    names = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        names += [os.path.join(parent, name) for name in sorted(files) if not name.startswith(".")]
+    """Every file below a folder whose kind is known, or, with --input-format, every file; hidden files are left out.
+
+    Of auto, texts about the data are left out, and all texts next to files of rows. stderr names the files left out.
+    """
+    names = list(_walk(folder))
     if input_format == "auto":
-        names = [name for name in names if _kind_of(name)[0] is not None]
+        names = _chosen(folder, names)
     if not names:
-        ends = ", ".join(KINDS)
         raise ValueError(
-            f"--input {folder}: a folder without a file whose name ends in {ends}; give --input-format for others, or, "
-            f"for CSV, --input {DATASETS}{folder}"
+            f"--input {folder}: a folder without a file whose name ends in {', '.join(KINDS)}; name files, give "
+            f"--input-format for other endings, or, for CSV, --input {DATASETS}{folder}"
         )
     return [_file(name, number, input_format) for name in names]
 
 
+def _chosen(folder: str, names: Sequence[str]) -> list[str]:
+    kinds = {name: _kind_of(name)[0] for name in names}
+    rows = any(kind not in (None, "text") for kind in kinds.values())
+    about = {name for name in names if kinds[name] == "text" and ABOUT.match(os.path.basename(name))}
+    texts = [name for name in names if kinds[name] == "text" and name not in about and rows]
+    out = about.union(texts, (name for name, kind in kinds.items() if kind is None))
+    if out:
+        named = (os.path.basename(name) if name in about else os.path.splitext(name)[1] for name in out)
+        counts = sorted(
+            Counter(end or "without an ending" for end in named).items(), key=lambda each: (-each[1], each[0])
+        )
+        listed = ", ".join(f"{count} {end}" for end, count in counts[:SHOWN_ENDINGS])
+        more = sum(count for _, count in counts[SHOWN_ENDINGS:])
+        pattern = os.path.join(folder, f"**/*{os.path.splitext(texts[0])[1]}") if texts else ""
+        print(
+            f"--input {folder}: left out {listed}{f' and {more} others' if more else ''}"
+            + (f"; to add the texts: --input {folder} '{pattern}'" if texts else ""),
+            file=sys.stderr,
+        )
+    return [name for name in names if name not in out]
+
+
+def _walk(folder: str) -> Iterator[str]:
+    """Yield the files below a folder, sorted; links are followed, to each folder once. OSError as a ValueError."""
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"--input {explain(error)}") from error
+
+    entered = set[tuple[int, int]]()
+    for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in entered:
+            folders.clear()
+        else:
+            entered.add((status.st_dev, status.st_ino))
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            yield from (os.path.join(parent, name) for name in sorted(files) if not name.startswith("."))
+
+
 def _kind_of(name: str) -> tuple[Kind | None, str]:
-    stem, end = os.path.splitext(name)
-    compression = end if end in COMPRESSIONS else ""
+    stem, end = os.path.splitext(name.lower())
+    compression = COMPRESSIONS.get(end, "")
     kind = KINDS.get(os.path.splitext(stem)[1] if compression else end)
     return (None if compression and kind in ("parquet", "arrow") else kind), compression
 
@@ -122,16 +169,21 @@ def _file(name: str, number: int, input_format: Format) -> Source:
     try:
         with open(name, "rb") as file:
             status = os.fstat(file.fileno())
+            pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
     except OSError as error:
         raise ValueError(f"--input {explain(error)}") from error
+    if pointer:
+        where = os.path.dirname(name) or "."
+        raise ValueError(f"--input {name} is a pointer of git-lfs, not the data; run `git lfs pull` in {where}")
     kind, compression = _kind_of(name)
     if input_format != "auto":
         kind = input_format
     if kind is None:
+        compressible = [end for end, kind in KINDS.items() if kind in ("jsonl", "text")]
         raise ValueError(
-            f"--input {name}: unknown kind of file; its name must end in {', '.join(KINDS)}, the first five also with "
-            f"{' or '.join(COMPRESSIONS)}; or give --input-format, or, for CSV, its folder: --input "
-            f"{DATASETS}{os.path.dirname(name) or '.'}"
+            f"--input {name}: unknown kind of file; its name must end in {', '.join(compressible)}, these also with "
+            f"{', '.join(COMPRESSIONS)}, or in {', '.join(end for end in KINDS if end not in compressible)}; or give "
+            f"--input-format, or, for CSV, its folder: --input {DATASETS}{os.path.dirname(name) or '.'}"
         )
     return Source(
         name=name, kind=kind, argument=number, size=status.st_size, modified=status.st_mtime_ns, compression=compression

@@ -164,7 +164,7 @@ def read_items(name: str, path: Path, shots: int) -> Iterator[tuple[int, Fields]
             raise ValueError(f"--input {path}: {explain(error)}") from None
         except UnicodeDecodeError as error:
             raise ValueError(f"--input {path}: it is no text: {error}") from None
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, IndexError, AttributeError, RecursionError, csv.Error) as error:
             raise ValueError(_complaint(name, path, number, f"{type(error).__name__} {error}")) from None
         except ValueError as error:
             known = str(error).startswith("--")

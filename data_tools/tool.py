@@ -11,6 +11,7 @@ from megazero.called_as import in_own_words, program_name
 from megazero.files import explain
 from megazero.flags.cli import read_flags
 from megazero.optional import missing_package
+from megazero.units import visible
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -57,7 +58,7 @@ def run_tool(main: Callable[[Sequence[str]], None], program: str, arguments: Seq
         code, line = 130, f"interrupted, {error if error.args else 'nothing was written'}"
     if code:
         if line:
-            print(f"{name}: {in_own_words(line)}".replace("\n", " "), file=sys.stderr, flush=True)
+            print(visible(f"{name}: {in_own_words(line)}".replace("\n", " ")), file=sys.stderr, flush=True)
         sys.exit(code)
 
 

@@ -19,7 +19,7 @@ from data_tools.reading import read_chunks
 from data_tools.sources import Format, Source, find_sources
 from data_tools.tool import parse, progress_bar, run_tool
 from megazero.data.tokenizer import END_OF_DOCUMENT, gpt2_backend
-from megazero.files import read_json_object, write_atomically
+from megazero.files import first_line, read_json_object, write_atomically
 from megazero.units import things
 
 PROGRAM = "train_tokenizer.py"
@@ -153,8 +153,9 @@ def train_sentencepiece(texts: Iterator[list[str]], vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"--vocab-size {vocab_size}: SentencePiece cannot train it on this text: {reason}") from error
+        raise ValueError(
+            f"--vocab-size {vocab_size}: SentencePiece cannot train it on this text: {first_line(error)}"
+        ) from error
     return model.getvalue()
 
 

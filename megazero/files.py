@@ -20,6 +20,8 @@ MAX_SMALL_BYTES = 64 << 20
 CHECKPOINT_NAME = re.compile(r"iter_(\d{7,})")  # of the folder of one checkpoint
 UNIQUE = r"-[0-9a-f]{12}"  # end of a temporary name
 NO_FILE = "it is a folder, a FIFO, a device, or a link that is not followed; name another file, or move it"
+# Characters of a library's message that ours quote: some quote a whole file.
+MAX_REASON = 500
 
 
 def _fastest_crc32() -> Callable[..., int]:
@@ -221,6 +223,12 @@ def explain(error: OSError) -> str:
         errno.ESTALE: "; resume from the last checkpoint",
     }
     return f"{where}{error.strerror or error}{ways.get(error.errno or 0, '')}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception of a library, cut off if it is long; its kind if there is no text."""
+    line = str(error).strip().split("\n")[0]
+    return f"{line[:MAX_REASON]}..." if len(line) > MAX_REASON else line or type(error).__name__
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
 """Amounts and names for people. Bytes are decimal: 1 GB is 10^9 bytes, as on the labels of devices."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
+# Of ASCII, and those of Latin-1, of which some terminals obey a few.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SCALES = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
@@ -25,6 +28,11 @@ def count(number: int) -> str:
 def things(number: int, name: str) -> str:
     """Format a number with its noun: "1 document", "1,024 documents"."""
     return f"{number:,} {name}" if number == 1 else f"{number:,} {name}s"
+
+
+def visible(text: str) -> str:
+    """Write control characters, except tabs and ends of lines, as escapes: a terminal obeys them."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def ranges(numbers: Iterable[int]) -> list[str]:

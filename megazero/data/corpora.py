@@ -6,7 +6,7 @@ import re
 import resource
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +26,11 @@ from megazero.files import read_small
 from megazero.flags.corpus_flags import MAX_NAMED_CORPORA, is_number
 from megazero.units import things
 
-# Bytes of all corpora without PREFIX.json that are searched, at both ends, for ids outside the vocabulary.
+# Bytes of all corpora without PREFIX.json that are searched, at both ends, for ids outside the vocabulary; and bytes of
+# their masks in which targets are counted.
 SCANNED_BYTES = 64 << 20
+# Evenly spaced pieces of a larger mask in which targets are counted.
+SCANNED_PIECES = 16
 # File descriptors that the rest of a process needs.
 OTHER_FILES = 256
 
@@ -42,6 +45,7 @@ class Datasets:
     corpora: tuple[IndexedDataset, ...] = ()
     edges: tuple[str, ...] = ()  # sentences on documents that begin or end in another way than the tokenizer's
     continued: tuple[str, ...] = ()  # sentences on corpora that earlier stages have read
+    target_shares: Mapping[str, str] = field(default_factory=dict)  # by prefix, of the corpora with a mask
 
     def _parts(self, split: str) -> list[GPTDataset]:
         """A split of each corpus, in the order of --data-path; empty with --mock-data."""
@@ -85,10 +89,10 @@ class Datasets:
         return [f"--packing best-fit: {total.words}; {implied}"]
 
     def _masked(self) -> list[str]:
-        masked = [data for data in self.corpora if data.masked]
+        masked = self.target_shares
         if not masked:
             return []
-        shown = [f"{_counted(data)} of {data.prefix}" for data in masked[:3]]
+        shown = [f"{share} of {prefix}" for prefix, share in [*masked.items()][:3]]
         more = f" and {len(masked) - 3} more" if len(masked) > 3 else ""
         others = "; all tokens of the other corpora count" if len(masked) < len(self.corpora) else ""
         return [f"loss masks: of the tokens, {', '.join(shown)}{more} count as targets{others}"]
@@ -177,10 +181,24 @@ def continued(datasets: Datasets, stop: int, seq_length: int, before: Continued 
     return Continued(stop, tokens, seq_length)
 
 
-def _counted(data: IndexedDataset) -> str:
-    """The share of a corpus' tokens that count as targets, from the number in PREFIX.json."""
-    targets = read_about(data).get("num_targets")
-    return "some" if targets is None else f"{targets / max(1, data.num_tokens):.1%}"
+def _target_share(data: IndexedDataset, about: dict[str, Any], scanned_bytes: int) -> str:
+    """The share of a corpus' tokens that count as targets, from PREFIX.json or, at most `scanned_bytes`, its mask.
+
+    Raises:
+        ValueError: none counts.
+    """
+    counted, targets = data.num_tokens, about.get("num_targets")
+    if targets is None:
+        pieces = 1 if counted <= scanned_bytes else SCANNED_PIECES
+        length = min(counted, scanned_bytes) // pieces
+        starts = [(counted - length) * piece // max(1, pieces - 1) for piece in range(pieces)]
+        targets, counted = sum(int(data.mask(at, at + length).sum()) for at in starts), length * pieces
+    if not targets and counted == data.num_tokens > 0:
+        raise ValueError(
+            f"--data-path {data.prefix}: {data.prefix}.mask counts no token as a target, so that nothing is learned "
+            "from this corpus; leave it out, or write a mask with ones"
+        )
+    return f"{'' if counted == data.num_tokens else 'about '}{targets / max(1, counted):.1%}"
 
 
 def mock_datasets(seq_length: int, seed: int, vocab_size: int) -> Datasets:
@@ -246,7 +264,8 @@ def open_datasets(
 
     Checks: the files, as `IndexedDataset` does; a random choice of their blocks, by the checksums in PREFIX.json; the
     largest id, from PREFIX.json or a scan of both ends of the tokens; the tokenizer, as far as PREFIX.json names it;
-    the first and last tokens of a sample of documents; that each split in `needed` has a sample of every corpus.
+    the first and last tokens of a sample of documents; that a mask has a target; that each split in `needed` has a
+    sample of every corpus.
 
     Args:
         begins: where training data begin, in a later stage of a run.
@@ -271,6 +290,11 @@ def open_datasets(
             _check_vocabulary(data, about, vocab_size, SCANNED_BYTES // len(corpora))
         if not data.num_tokens and len(corpora) > 1:
             raise ValueError(f"--data-path {data.prefix} holds no token; leave it out")
+    shares = {
+        data.prefix: _target_share(data, about, SCANNED_BYTES // len(corpora))
+        for data, about in zip(corpora, abouts, strict=True)
+        if data.masked
+    }
     _check_sample(corpora, random.Random())
     edges = check_edges(corpora, abouts, tokenizer, document_flags) if tokenizer is not None else ()
 
@@ -293,7 +317,7 @@ def open_datasets(
         ]
         if split_name in needed:
             for part in parts:
-                part.check()
+                part.check(needed)
         if split_name == "train" and begins is not None:
             firsts = [begins.first(data, seq_length) for data in corpora]
             return BlendedDataset(parts, weights, begins.origin, firsts)
@@ -301,13 +325,16 @@ def open_datasets(
 
     train, validation, test = (opened(name) for name in SPLITS)
     continues = begins.notes(corpora, seq_length) if begins is not None else ()
-    return Datasets(train, validation, test, corpora=corpora, edges=edges, continued=continues)
+    return Datasets(train, validation, test, corpora=corpora, edges=edges, continued=continues, target_shares=shares)
 
 
 def _allow_files() -> None:
     """Raise the limit of open files if mapped indices, of all stages, and the tables of their epochs need it."""
-    needed = OTHER_FILES + 4 * len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        needed = OTHER_FILES + 4 * len(os.listdir("/proc/self/fd"))
+    except OSError:  # a container without /proc
+        needed = hard if hard > 0 else 1 << 20
     if 0 <= soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard < 0 else min(needed, hard), hard))
 

@@ -1,7 +1,8 @@
 """The order of documents and samples in one epoch: two permutations and a running sum; and the cache of such tables.
 
 All of it is a pure function of (corpus, split, sequence length, seed, epoch). The cache only saves time and memory:
-processes of a node map the same file.
+processes of a node map the same file. A file ends in the CRC-32 of its name and its numbers; one with another CRC-32 is
+computed again.
 """
 
 import fcntl
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data.indexed import Int64s
-from megazero.files import open_to_write, replacing
+from megazero.files import crc32, open_to_write, replacing
 
 # Part of every file name. Raise it when the meaning of a table changes, so that older files are not read.
 TABLE_VERSION = 1
@@ -168,7 +169,8 @@ def load_parts(
 def _cache_folders(prefix: str) -> Iterator[str]:
     """Make and yield the folders for tables: next to the corpus, and for a read-only corpus the user's own.
 
-    A folder that everybody can write, or that belongs neither to this user nor to the owner of the corpus, is left out.
+    A folder that everybody can write, or that belongs neither to this user nor to the owner of the corpus, is left out;
+    so is a link of such a user, which could lead into any of our folders.
     """
     owners = {os.getuid(), os.stat(f"{prefix}.idx").st_uid}
     own = os.path.join(tempfile.gettempdir(), f"megazero-index-cache-{os.getuid()}")
@@ -176,7 +178,7 @@ def _cache_folders(prefix: str) -> Iterator[str]:
         with suppress(OSError):
             os.makedirs(folder, mode, exist_ok=True)
             found = os.stat(folder)
-            if found.st_uid in owners and not found.st_mode & stat.S_IWOTH:
+            if {found.st_uid, os.lstat(folder).st_uid} <= owners and not found.st_mode & stat.S_IWOTH:
                 yield folder
 
 
@@ -193,7 +195,7 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _mapped(path: str, sizes: Sequence[int] | None, stored_sizes: int, prefix: str) -> list[Int64s] | None:
-    """Map the parts of a table file. None if it is missing, of another size, or older than the corpus.
+    """Map the parts of a table file. None if it is missing, damaged, of another size, or older than the corpus.
 
     sizes: lengths of the parts; None: the file begins with `stored_sizes` of them.
     """
@@ -201,20 +203,32 @@ def _mapped(path: str, sizes: Sequence[int] | None, stored_sizes: int, prefix: s
         found = os.stat(path)
         count, rest = divmod(found.st_size - HEADER_BYTES, 8)
         current = found.st_mtime_ns >= os.stat(f"{prefix}.idx").st_mtime_ns
-        if not current or rest or count < (stored_sizes if sizes is None else sum(sizes)):
+        if not current or rest or count <= (stored_sizes if sizes is None else sum(sizes)):
             return None
         flat = np.memmap(path, np.int64, "r", HEADER_BYTES, (count,)).view(np.ndarray)
     except (OSError, ValueError):
         return None
+    flat, check = flat[:-1], flat[-1]
+    if check != _checksum(path, [flat]):
+        return None
     if sizes is None:
         sizes, flat = flat[:stored_sizes].tolist(), flat[stored_sizes:]
-    if min(sizes, default=-1) < 0 or flat.size - sum(sizes) not in (0, 1):  # older versions appended a checksum
+    if min(sizes, default=-1) < 0 or flat.size != sum(sizes):
         return None
-    return np.split(flat[: sum(sizes)], np.cumsum(sizes[:-1]))
+    return np.split(flat, np.cumsum(sizes[:-1]))
+
+
+def _checksum(path: str, parts: Sequence[Int64s]) -> int:
+    """Return the CRC-32 of a table's name and numbers: a table under another's name is no use either."""
+    check = crc32(os.path.basename(path).encode())
+    for part in filter(len, parts):
+        check = crc32(part.data, check)
+    return check
 
 
 def _write(path: str, parts: Sequence[Int64s]) -> None:
     """Write a table as one .npy array. An existing file is replaced at once, so that no reader sees a part of one."""
+    parts = [*parts, np.array([_checksum(path, parts)])]
     header = {"descr": "<i8", "fortran_order": False, "shape": (sum(part.size for part in parts),)}
     with suppress(OSError):
         if not os.path.isfile(path):  # a FIFO or a device, which `replacing` refuses, in a folder of our own files

@@ -32,6 +32,8 @@ import numpy.typing as npt
 from megazero.files import explain, read_at
 
 MAGIC = b"MMIDIDX\0\0"
+# llm.c's first number, of GPT-2's and of Llama 3's tokens.
+LLM_C_MAGICS = (20240520, 20240801)
 LEGACY_MAGIC = b"TNTIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -58,6 +60,16 @@ Identity = tuple[int, int]
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
     """The token type that Megatron picks for a vocabulary: uint16 below 65500 ids, else int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
+
+
+def _of_other_program(path: str) -> str:
+    """Return the way out for tokens without an index: copy it, or make one of nanoGPT's or llm.c's file."""
+    with open(path, "rb") as file:
+        head = file.read(4)
+    recipe = 'the lines in data_tools/README.md, "Tokens of nanoGPT and llm.c", make a corpus of it'
+    if int.from_bytes(head, "little") in LLM_C_MAGICS:
+        return f"it is a file of llm.c: {recipe}"
+    return f"copy that file too; or, if nanoGPT wrote the tokens, {recipe}"
 
 
 def _identity(file: str | int) -> Identity:
@@ -115,16 +127,21 @@ class IndexedDataset:
         return self._read(".bin", self._identity, self.dtype.newbyteorder("<"), start, stop)
 
     def mask(self, start: int, stop: int) -> Mask:
-        """Return, for each of tokens [start, stop), whether it counts as a target. All do if there is no mask."""
-        counts: Mask = self.mask_bytes(start, stop) == 1
-        return counts
+        """Return, for each of tokens [start, stop), whether it counts as a target. All do if there is no mask.
 
-    def mask_bytes(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of the mask of tokens [start, stop), uint8, read-only."""
+        ValueError if a byte of the mask is neither 0 nor 1.
+        """
         assert 0 <= start <= stop <= self.num_tokens, (start, stop, self.num_tokens)
         if self._mask_identity is None:
-            return np.ones(stop - start, np.uint8)
-        return self._read(".mask", self._mask_identity, np.dtype(np.uint8), start, stop)
+            return np.ones(stop - start, np.bool_)
+        marks = self._read(".mask", self._mask_identity, np.dtype(np.uint8), start, stop)
+        if marks.max(initial=0) > 1:
+            place = int((marks > 1).argmax())
+            raise self._refusal(
+                f"{self.prefix}.mask has byte {marks[place]} for token {start + place:,}, and only 0 and 1 (a target) "
+                "are known; write these, as bytes and not as digits, or preprocess the text again"
+            )
+        return marks.view(np.bool_)
 
     def _read(self, end: str, identity: Identity, dtype: np.dtype[Any], start: int, stop: int) -> npt.NDArray[Any]:
         path, count = self.prefix + end, (stop - start) * dtype.itemsize
@@ -185,6 +202,9 @@ class IndexedDataset:
         stem, end = os.path.splitext(self.prefix)
         near = [path[:-4] for path in sorted(glob.glob(f"{glob.escape(self.prefix)}_*.idx"))]
         way_out = "make a corpus with data_tools/preprocess_data.py, and give the prefix that it prints"
+        base = self.prefix.removesuffix(".bin")
+        if os.path.isfile(f"{base}.bin") and not os.path.isfile(f"{base}.idx"):
+            raise self._refusal(f"{base}.bin has no {base}.idx; {_of_other_program(f'{base}.bin')}")
         if os.path.isfile(self.prefix):
             near = [stem] if end in (".bin", ".idx") else []
             way_out = (

@@ -10,6 +10,7 @@ first, each goes where it leaves the least room. A document of one token has no 
 
 import functools
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,19 +168,23 @@ class PackedDataset(GPTDataset):
     `NO_TOKEN`; they are a document of their own, and no target counts there.
     """
 
-    def check(self) -> None:
-        """Raise ValueError if the split has no target: no document of two tokens."""
-        if not self._has_targets:
+    def check(self, needed: Sequence[str] = ("train",)) -> None:
+        """Raise ValueError if the split has no target: no document of two tokens; `needed` as in `GPTDataset`."""
+        if not self.has_sample:
             raise ValueError(
                 f"--data-path {self.data.prefix}: no document of its {self.split_name} split (--split {self.split}) "
                 f"has two tokens, and --packing best-fit has no target elsewhere; the split holds {self.num_tokens} "
-                f"tokens in {self.num_documents} of {self.data.num_documents} documents; give more data, or it a "
-                "larger weight in --split"
+                f"tokens in {self.num_documents} of {self.data.num_documents} documents; {self._way_out(needed)}"
             )
 
     @functools.cached_property
-    def _has_targets(self) -> bool:
+    def has_sample(self) -> bool:
+        """Whether the split has a target."""
         return self.num_tokens > self.num_documents or bool((self._lengths() > 1).any())
+
+    @property
+    def least(self) -> str:
+        return "a document of two tokens"
 
     def _lengths(self) -> npt.NDArray[Any]:
         return self._source.document_lengths(*self._range)
@@ -210,7 +215,7 @@ class PackedDataset(GPTDataset):
         assert index >= 0, index
         self.check()
         epoch, place = divmod(index, self.num_samples)
-        return self._checked(index, int(self._table(epoch).shuffle[place]))
+        return self._checked(index, self._drawn(epoch, place))
 
     def once(self, number: int) -> Sample:
         """Return sample `number` of an epoch, in the order before the shuffle."""

@@ -11,8 +11,10 @@ The bytes of the corpus' mask, if it has one, decide which targets count.
 """
 
 import functools
+import itertools
 import os
 import threading
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -20,8 +22,11 @@ import numpy as np
 
 from megazero.data.epochs import EpochKey, EpochTable, load_table
 from megazero.data.indexed import IndexedDataset, Int64s, Mask, Tokens
+from megazero.units import things
 
 SPLITS = ("train", "validation", "test")
+# Weights in per cent of validation and test that are tried in search of a --split that fits.
+SHARES = (0, 1, 2, 5, 10, 20, 33)
 KEPT_EPOCHS = 3  # epochs whose tables stay in memory: the current one, the next, and an earlier one
 NO_TOKEN = -1  # the id of padding, as an input or a target: it counts in no loss
 
@@ -141,6 +146,7 @@ class GPTDataset:
             self.num_tokens = end - begin
         self.num_documents = stop - first
         self._range, self._seed = (first, stop), seed
+        self._split_by = split_by
         self._tables: dict[int, EpochTable] = {}  # by epoch, oldest use first
         self._tables_lock = threading.RLock()
 
@@ -149,17 +155,48 @@ class GPTDataset:
         # Computed at the first sample, because most of 10,000 corpora are not read for a long time.
         return EpochKey(self._source.index_fingerprint, *self._range, self.num_tokens, self.seq_length, self._seed)
 
-    def check(self) -> None:
-        """Raise ValueError if the split is too short for a single sample."""
-        if self.num_tokens < self.seq_length + 1:
-            training = self.split_name == "train"
-            larger = "such as --split 1" if training else "such as --split 90,5,5, or drop --eval-interval"
+    @property
+    def has_sample(self) -> bool:
+        """Whether the split is long enough for a sample."""
+        return self.num_tokens > self.seq_length
+
+    def check(self, needed: Sequence[str] = ("train",)) -> None:
+        """Raise ValueError if the split is too short for a single sample.
+
+        needed: the splits that the run reads, for advice.
+        """
+        if not self.has_sample:
             raise ValueError(
                 f"--data-path {self.data.prefix}: its {self.split_name} split (--split {self.split}) holds "
                 f"{self.num_tokens} tokens in {self.num_documents} of {self.data.num_documents} documents, "
-                f"fewer than one sample of --seq-length {self.seq_length} + 1; give more data, a shorter "
-                f"sequence or a larger weight in --split, {larger}"
+                f"fewer than one sample of --seq-length {self.seq_length} + 1; {self._way_out(needed)}"
             )
+
+    @property
+    def least(self) -> str:
+        """The least that a split can hold."""
+        return f"{self.seq_length + 1} tokens"
+
+    def _way_out(self, needed: Sequence[str]) -> str:
+        """Return a --split in which this split and those in `needed` have samples, if it fits each with a weight."""
+        asked, drop = split_ranges(self.split, 1 << 52), ""
+        if self.split_name != "train":
+            drop = ", or drop --eval-interval"
+        fewest = [name for name in SPLITS if name in (*needed, self.split_name)]
+        given = [name for name in SPLITS if name in fewest or asked[name][0] < asked[name][1]]
+
+        def fits(name: str, split: str, split_by: str) -> bool:
+            return type(self)(self.data, split, name, self.seq_length, self._seed, split_by=split_by).has_sample
+
+        for names, split_by, share in itertools.product((given, fewest), (self._split_by, "tokens"), SHARES):
+            weights = [share * (name in names) for name in SPLITS[1:]]
+            split = ",".join(map(str, (100 - sum(weights), *weights)))
+            if all(fits(name, split, split_by) for name in names):
+                return f"give --split {split}{'' if split_by == self._split_by else f' --split-by {split_by}'}{drop}"
+        return (
+            f"no --split is enough for {' and '.join(fewest)}, {self.least} each, because the corpus has "
+            f"{things(self.data.num_tokens, 'token')}: give more data or a shorter sequence{drop}"
+        )
 
     def __getitem__(self, index: int) -> Sample:
         """Return sample `index`; index >= 0, without upper limit."""
@@ -167,8 +204,7 @@ class GPTDataset:
         self.check()
         epoch = index * self.seq_length // self.num_tokens
         first, _ = self._key.sample_range(epoch)
-        in_stream = first + int(self._table(epoch).shuffle[index - first])
-        return self._checked(index, in_stream)
+        return self._checked(index, first + self._drawn(epoch, index - first))
 
     def in_order(self, number: int) -> Sample:
         """Return sample `number` of the stream, in the order before the shuffle."""
@@ -200,6 +236,17 @@ class GPTDataset:
             if len(self._tables) > KEPT_EPOCHS:
                 del self._tables[next(iter(self._tables))]
         return table
+
+    def _drawn(self, epoch: int, place: int) -> int:
+        """Return the sample of an epoch that its shuffle has at a place; both are counted from 0."""
+        shuffle = self._table(epoch).shuffle
+        drawn = int(shuffle[place])
+        if not 0 <= drawn < shuffle.size:
+            raise ValueError(
+                f"--data-path {self.data.prefix}: epoch {epoch} has {shuffle.size} samples, and its table names sample "
+                f"{drawn}; delete {self.data.prefix}_index_cache, and resume from the last checkpoint"
+            )
+        return drawn
 
     def _load(self, epoch: int) -> EpochTable:
         return load_table(self._source, self._key, epoch)

@@ -23,7 +23,7 @@ from megazero.data.tokenizer.special_tokens import (
     find_eod,
     read_settings,
 )
-from megazero.files import open_regular, read_json_object, read_small
+from megazero.files import first_line, open_regular, read_json_object, read_small
 from megazero.optional import load_optional
 
 SPECS = (
@@ -89,8 +89,7 @@ def _guarded(spec: str, load: Callable[[], Tokenizer]) -> Tokenizer:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # a panic of a Rust library is no Exception
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(f"--tokenizer {spec}: cannot be read: {reason}; expected {SPECS}") from error
+        raise ValueError(f"--tokenizer {spec}: cannot be read: {first_line(error)}; expected {SPECS}") from error
 
 
 def _recognised(spec: str, path: Path) -> Tokenizer:

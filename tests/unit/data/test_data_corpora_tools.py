@@ -150,6 +150,25 @@ def test_peek_as_a_page(tmp_path: Path, lines: Path, bpe: Path, capsys) -> None:
     assert sum(s.documents for s in spans) == 200
 
 
+def test_no_text_of_a_corpus_commands_the_terminal(tmp_path: Path, capsys) -> None:
+    """Control characters are shown as escapes in documents, in the description, in errors and in skipped lines."""
+    evil = "a\x1b[31mb\x9b2Jc\x07\r\x7f\td\ne"
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps({"text": evil}) + "\n" + json.dumps({"\x1b]0;title": "x"}) + "\n")
+    given = ["--input", str(path), "--output-prefix", str(tmp_path / "p"), "--tokenizer", "byte", "--workers", "1"]
+    with pytest.raises(SystemExit):
+        preprocess_data.command(given)
+    preprocess_data.command([*given, "--on-bad-line", "skip"])
+    about = json.loads((tmp_path / "p_text_document.json").read_text())
+    about["sources"][0]["input"] = about["key"] = evil
+    (tmp_path / "p_text_document.json").write_text(json.dumps(about))
+    peek.command([f"{tmp_path}/p_text_document", "--html", str(tmp_path / "p.html")])
+    shown = capsys.readouterr()
+    found = "".join((shown.out, shown.err, (tmp_path / "p.html").read_text()))
+    assert set(re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", found)) == set()
+    assert found.count(r"a\x1b[31mb\x9b2Jc\x07\r\x7f") >= 3 and found.count(r"there are \x1b]0;title") == 2
+
+
 def test_peek_shows_how_documents_would_be_packed(tmp_path: Path, capsys) -> None:
     """Documents of 1, 3, 4 and 9 tokens in samples of 5 + 1: 9 is cut in 6 and 4; 4, 4 and 3 need a sample each."""
     prefix = str(write_corpus(tmp_path / "c", [[1], [2] * 3, [3] * 4, [4] * 9]))

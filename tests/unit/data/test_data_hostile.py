@@ -1,5 +1,7 @@
 """Forged, odd and damaged files: one sentence each, never a raw traceback, a hang or blind trust."""
 
+import functools
+import itertools
 import json
 import os
 import random
@@ -19,6 +21,7 @@ from megazero.data.about import read_about, verify
 from megazero.data.corpora import open_datasets, read_data_args
 from megazero.data.fingerprint import differences, fingerprint, same
 from megazero.data.indexed import IndexedDataset
+from megazero.data.packing import PackedDataset
 from megazero.data.samples import GPTDataset
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter
@@ -213,45 +216,68 @@ def table_path(tmp_path: Path, prefix: Path) -> Path:
     return path
 
 
-def nine(prefix: Path) -> list[list[int]]:
-    dataset = GPTDataset(prefix, "1", "train", 6, seed=3)
+def nine(prefix: Path, packed: bool = False) -> list[list[int]]:
+    dataset = (PackedDataset if packed else GPTDataset)(prefix, "1", "train", 6, seed=3)
     return [dataset[i].ids.tolist() for i in range(9)]
 
 
-@for_each("kind", [*ODD, "text", "cut", "longer"])
-def test_a_damaged_index_cache_is_made_again(tmp_path: Path, kind: str) -> None:
+def damaged_tables(good: bytes) -> dict[str, bytes]:
+    """Contents of a damaged table file, by the kind of damage; most are as long as the good one."""
+    flat = np.frombuffer(good[128:], np.int64)
+    found = {"text": b"hello", "cut": good[:-8], "longer": good + b"more", "no checksum": good[:-8]}
+    found |= {"another checksum": good[:-8] + bytes(8), "zeros": bytes(len(good))}
+    found |= {"half zeros": good[: len(good) // 2] + bytes(len(good) - len(good) // 2)}
+    found |= {"random": good[:128] + np.random.default_rng(0).bytes(len(good) - 128)}
+    found |= {"reversed": good[:128] + flat[::-1].tobytes()}
+    for at, bit in itertools.product((0, flat.size // 3, flat.size - 3, flat.size - 1), (0, 2, 45, 62)):
+        found[f"bit {bit} of number {at}"] = good[:128] + (flat ^ (np.arange(flat.size) == at) * (1 << bit)).tobytes()
+    return found
+
+
+@for_each("packed", [False, True])
+def test_a_damaged_index_cache_is_made_again(tmp_path: Path, packed: bool) -> None:
     prefix = write_corpus(tmp_path / "c", DOCUMENTS)
-    expected = nine(prefix)
-    path = table_path(tmp_path, prefix)
-    good = path.read_bytes()
-    path.unlink()
-    if kind in ODD:
-        ODD[kind](path)
-    else:
-        path.write_bytes({"text": b"hello", "cut": good[:-8], "longer": good + b"more"}[kind])
-    assert nine(prefix) == expected
-    if kind != "folder":
-        assert table_path(tmp_path, prefix).read_bytes() == good
+    expected = nine(prefix, packed)
+    for path in tmp_path.joinpath("c_index_cache").glob("*.npy"):
+        good = path.read_bytes()
+        damages = {kind: functools.partial(Path.write_bytes, data=raw) for kind, raw in damaged_tables(good).items()}
+        for kind, damage in sorted({**ODD, **damages}.items(), key=lambda each: each[0] == "folder"):
+            path.unlink()
+            damage(path)
+            assert nine(prefix, packed) == expected, kind
+            assert path.is_dir() if kind == "folder" else path.read_bytes() == good, kind
 
 
-def test_a_table_of_an_earlier_version_is_mapped(tmp_path: Path, monkeypatch) -> None:
-    """Its last number is a checksum."""
+def test_a_table_under_the_name_of_another_is_made_again(tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "c", DOCUMENTS)
     expected, path = nine(prefix), table_path(tmp_path, prefix)
-    np.save(path, np.append(np.load(path), 12345))
-    monkeypatch.setattr(epochs, "build_table", None)
+    other = GPTDataset(prefix, "1", "train", 6, seed=4)
+    other[0]
+    (theirs,) = set(path.parent.glob("*.npy")) - {path}
+    path.write_bytes(theirs.read_bytes())
     assert nine(prefix) == expected
+
+
+@for_each("packed", [False, True])
+def test_a_sample_beyond_its_epoch_is_refused(tmp_path: Path, packed: bool) -> None:
+    """Otherwise the tables of epochs without number are made in search of it."""
+    kind = PackedDataset if packed else GPTDataset
+    dataset = kind(write_corpus(tmp_path / "c", DOCUMENTS), "1", "train", 6, seed=3)
+    for number in (len(dataset._table(0).shuffle), -1, 1 << 45):
+        dataset._tables[0] = dataset._table(0)._replace(shuffle=np.full_like(dataset._table(0).shuffle, number))
+        with pytest.raises(ValueError, match=rf"its table names sample {number}; delete .*c_index_cache"):
+            dataset[0]
 
 
 def poison(path: Path) -> None:
     """Write a well-formed table with the samples in another order."""
-    flat = np.load(path)
+    flat = np.load(path)[:-1]
     shuffle = flat[2 * len(DOCUMENTS) + 1 :]
     shuffle[:] = np.roll(shuffle, 1)
-    np.save(path, flat)
+    epochs._write(str(path), [flat])
 
 
-@pytest.mark.parametrize("change", ["owner", "mode"])
+@pytest.mark.parametrize("change", ["owner", "mode", "link"])
 @pytest.mark.parametrize("place", ["next to the corpus", "temporary"])
 def test_tables_in_a_folder_of_others_are_not_used(tmp_path: Path, place: str, change: str, monkeypatch) -> None:
     if os.getuid() != 0:
@@ -268,6 +294,10 @@ def test_tables_in_a_folder_of_others_are_not_used(tmp_path: Path, place: str, c
     assert folder.stat().st_mode & 0o777 == (0o700 if place == "temporary" else 0o755)
     if change == "owner":
         os.chown(folder, 12345, 12345)
+    elif change == "link":  # of another user, to a folder of ours
+        folder.rename(tmp_path / "ours")
+        folder.symlink_to(tmp_path / "ours")
+        os.chown(folder, 12345, 12345, follow_symlinks=False)
     else:
         folder.chmod(0o777)
     assert nine(prefix) == expected

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -191,6 +192,31 @@ def test_missing_files(tmp_path: Path) -> None:
     assert f"no file {tmp_path}/c.bin; make a corpus" in refusal(tmp_path / "c")
     (tmp_path / "c.bin").mkdir()
     assert f"no file {tmp_path}/c.bin; make a corpus" in refusal(tmp_path / "c")
+
+
+@for_each(
+    ("magic", "kind", "words"),
+    [(0, "<u2", "copy that file too"), (20240520, "<u2", "llm.c"), (20240801, "<u4", "llm.c")],
+)
+@for_each("end", ["", ".bin"])
+def test_tokens_of_other_programs_become_a_corpus_by_the_lines_of_the_readme(
+    tmp_path: Path, magic: int, kind: str, words: str, end: str, monkeypatch
+) -> None:
+    """A file without an index is named, whether or not --data-path has its ending."""
+    header, eod = (1024, 128000 if kind == "<u4" else 50256) if magic else (0, 50256)
+    raw = np.array([magic, 1, 7] if magic else [], "<i4").tobytes().ljust(header, b"\0")
+    (tmp_path / "train.v1.bin").write_bytes(raw + np.array([1, 2, eod, 3, eod, 4, 5], kind).tobytes())
+    said = refusal(tmp_path / f"train.v1{end}")
+    assert f"{tmp_path}/train.v1.bin has no {tmp_path}/train.v1.idx; " in said
+    assert words in said and "did you mean" not in said
+    readme = (Path(indexed.__file__).parents[2] / "data_tools" / "README.md").read_text()
+    assert "### Tokens of nanoGPT and llm.c\n" in readme and '"Tokens of nanoGPT and llm.c"' in said
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    own = f"kind, header, eod = {'np.uint32' if kind == '<u4' else 'np.uint16'}, {header}, {eod}"
+    monkeypatch.chdir(tmp_path)
+    exec(re.sub("kind, header, eod = .*", own, code.replace("train.bin", "train.v1.bin")), {})
+    data = IndexedDataset("data/train")
+    assert [data.document(k).tolist() for k in range(data.num_documents)] == [[1, 2, eod], [3, eod], [4, 5]]
 
 
 def test_a_prefix_without_its_key_is_completed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 import zlib
 from collections.abc import Callable
 from itertools import groupby
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 
 from data_tools import chat, check_dataset, merge_datasets, peek, preprocess_data, reading
+from megazero.data import corpora
 from megazero.data.about import read_about
 from megazero.data.corpora import open_datasets
 from megazero.data.fingerprint import fingerprint, same
 from megazero.data.indexed import IndexedDataset
 from megazero.data.loader import Batches
+from megazero.data.packing import PackedDataset
 from megazero.data.samples import GPTDataset, WholeSplit
 from megazero.data.tokenizer import load_tokenizer
 from megazero.flags.batch_ramp import BatchSizes
@@ -31,6 +34,16 @@ MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}"
     "{% endif %}{{ '\n' }}{% endfor %}"
+)
+# The same text, with tags that take the white space around them away, on lines of their own.
+INDENTED = (
+    "{%- for m in messages %}\n    {{- '<|im_start|>' + m['role'] + '\n' }}\n    {%- if m['role'] == 'assistant' %}\n"
+    "        {%- generation -%}\n    {{ m['content'] }}\n{{- '<|im_end|>' }}{% endgeneration %}\n    {%- else %}\n"
+    "        {{- m['content'] + '<|im_end|>' }}\n    {%- endif %}\n    {{- '\n' }}\n{%- endfor %}"
+)
+TRIMMED = (
+    "{% for m in messages %}{% set x %}{% generation %}{{ m['content'] }} {% endgeneration %}{% endset %}{{ x | trim }}"
+    "{% endfor %}"
 )
 # The space before an answer is in one token with its first letter.
 SPACED = (
@@ -113,6 +126,7 @@ ANSWER = "<|im_start|>assistant\n"
         (CHATML, True, f"{SYSTEM}{FIRST}{ANSWER}[yes, hé<|im_end|>\n]{SECOND}{ANSWER}[so<|im_end|>\n<|endoftext|>]"),
         (SPACED, False, "Q: Be kind.<|endoftext|>Q: hé?<|endoftext|>A:[ yes, hé<|endoftext|>]"
                         "Q: why<|endoftext|>A:[ so<|endoftext|>]"),
+        (INDENTED, False, f"{SYSTEM}{FIRST}{ANSWER}[yes, hé<|im_end|>]\n{SECOND}{ANSWER}[so<|im_end|>]\n"),
         (DATED, False, f"26 Jul 2024{SYSTEM}{FIRST}{ANSWER}[yes, hé<|im_end|>]\n{SECOND}{ANSWER}[so<|im_end|>]\n"),
     ],
 )  # fmt: skip
@@ -206,10 +220,11 @@ def test_conversations_in_columns(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     tokenizer = write_chat_tokenizer(tmp_path / "tokenizer", MARKED.replace("m['role'] + '\n'", "m['role'] + m|string"))
-    talk = [{"role": "user", "content": "a", "name": None}, {"role": "assistant", "content": "b", "name": "n"}]
+    # Keys in the order of the alphabet, in which older versions of pyarrow write them.
+    talk = [{"content": "a", "name": None, "role": "user"}, {"content": "b", "name": "n", "role": "assistant"}]
     pq.write_table(pa.table({"messages": [talk, talk[:1]]}), tmp_path / "t.parquet")
     lines = preprocess(
-        tmp_path / "lines", [{"messages": [talk[0] | {"name": None}, talk[1]]}, {"messages": talk[:1]}], tokenizer,
+        tmp_path / "lines", [{"messages": talk}, {"messages": talk[:1]}], tokenizer,
         "--mask-from", "chat",
     )  # fmt: skip
     flags = ["--output-prefix", str(tmp_path / "rows"), "--tokenizer", str(tokenizer), "--mask-from", "chat"]
@@ -230,6 +245,7 @@ def test_conversations_in_columns(tmp_path: Path) -> None:
          "--mask-from chat", r"renders an answer in another way when messages follow it, or without its generation "
          r"prompt, .* put \{% generation %\} and \{% endgeneration %\} around them in the template"),
         (PROMPTED, TALK, "--mask-from chat", "renders an answer in another way"),
+        (TRIMMED, TALK, "--mask-from chat", r"changes the text around \{% generation %\}; put the tags where"),
         (CHATML, "text", "--mask-from chat", r"in.jsonl:1: --json-keys messages: the key is no list of messages"),
         (CHATML, [], "--mask-from chat", r"in.jsonl:1: --json-keys messages: the key is no list of messages"),
         (CHATML, [*TALK, {"from": "x"}], "--mask-from chat", "the key has no text under role in message 5; mend it"),
@@ -255,13 +271,43 @@ def test_bad_input_is_one_sentence(
     assert not list(tmp_path.glob("p_*")) and not list(tmp_path.glob("p.partial"))
 
 
+@for_each("template", [5, True, {}, [{"name": "default", "template": 5}]])
+def test_a_chat_template_that_is_no_text(tmp_path: Path, template: Any) -> None:
+    tokenizer = write_chat_tokenizer(tmp_path / "tokenizer", None)
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ValueError, match=r"^--mask-from chat: .*--tokenizer .*tokenizer"):
+        chat.ChatTemplate(str(tokenizer))
+
+
+def test_targets_do_not_depend_on_the_mask_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of its versions, such as 5.17, mark the messages of the user that follow an answer."""
+    from transformers import PreTrainedTokenizerBase
+
+    apply = PreTrainedTokenizerBase.apply_chat_template
+
+    def wrong(*given: Any, **options: Any) -> Any:
+        found = apply(*given, **options)
+        if "assistant_masks" in found:
+            found["assistant_masks"] = [1] * len(found["input_ids"])
+        return found
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", wrong)
+    found = chat.ChatTemplate(str(write_chat_tokenizer(tmp_path / "tokenizer", MARKED))).encode(TALK)
+    assert found.mask.any() and not found.mask.all()
+
+
 def test_bad_conversations_can_be_skipped(tmp_path: Path) -> None:
     tokenizer = write_chat_tokenizer(tmp_path / "tokenizer", CHATML)
-    documents = [{"messages": each} for each in (TALK, "x", TALK[2:], TALK, TALK[:3])]
+    deep: Any = []
+    for _ in range(700 if sys.version_info < (3, 12) else 3000):  # what json can read, and Python's own calls cannot
+        deep = [deep]
+    talks = (TALK, "x", TALK[2:], TALK, TALK[:3], [{**TALK[1], "content": "x", "extra": deep}])
+    documents = [{"messages": each} for each in talks]
     flags = ["--mask-from", "chat", "--on-bad-line", "skip", "--dedup"]
     prefix = preprocess(tmp_path, documents, tokenizer, *flags)
     assert len(marked(f"{prefix}_messages_document", tokenizer)) == 2
-    assert len(Path(f"{prefix}_skipped.txt").read_text().splitlines()) == 2
+    skipped = Path(f"{prefix}_skipped.txt").read_text().splitlines()
+    assert len(skipped) == 3 and skipped[2].endswith("--json-keys messages: the key is nested too deeply")
 
 
 def test_other_options_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +364,7 @@ def test_check_dataset_finds_damage(tmp_path: Path, capsys: pytest.CaptureFixtur
     Path(f"{prefix}.json").write_text(json.dumps(about))
     refused(rf"json has num_targets 36, and 3[57] tokens count in {prefix}.mask")
     path.write_bytes(raw[:40] + b"\x07" + raw[41:])
-    refused(rf"{prefix}.mask holds byte 7 among tokens 0 to 72, and only 0 and 1 are known")
+    refused(rf"{prefix}.mask has byte 7 for token 40, and only 0 and 1 ")
     path.write_bytes(raw[:-1])
     refused(rf"{prefix}.mask is truncated: 71 bytes, the index describes 72; ")
 
@@ -380,7 +426,7 @@ def test_blends_ends_of_documents_and_depths(tmp_path: Path) -> None:
             ahead = batch.ahead(2)
             assert ahead.loss_mask[:, :-2].tolist() == batch.loss_mask[:, 2:].tolist()
     assert left_out > 0
-    expected = f"loss masks: of the tokens, some of {masked} count as targets; all tokens of the other corpora count"
+    expected = f"loss masks: of the tokens, 58.3% of {masked} count as targets; all tokens of the other corpora count"
     assert data.notes()[0] == expected
 
 
@@ -411,6 +457,42 @@ def test_the_start_reports_the_share_of_targets(tmp_path: Path) -> None:
     prefix = preprocess(tmp_path, [{"q": "abc", "a": "de"}] * 900, "byte", "--json-keys", "q:0", "a:1")
     data = open_datasets((f"{prefix}_q_a_document",), "1", 5, 1, 257)
     assert data.notes() == [f"loss masks: of the tokens, 40.0% of {prefix}_q_a_document count as targets"]
+
+
+@for_each("alone", [True, False])
+def test_targets_are_counted_where_no_description_has_their_number(tmp_path: Path, alone: bool, monkeypatch) -> None:
+    """All in a small mask, some in a large one. A corpus without any is refused, also in a blend."""
+    documents = numbered_documents(40)
+    prefix, count = write_corpus(tmp_path / "c", documents), sum(map(len, documents))
+    given = [str(prefix)] if alone else ["3", str(write_corpus(tmp_path / "p", documents)), "1", str(prefix)]
+
+    def notes(mask: bytes) -> str:
+        Path(f"{prefix}.mask").write_bytes(mask)
+        return open_datasets(given, "1", 5, 1, count).notes()[0]
+
+    assert f"of the tokens, {1 / count:.1%} of {prefix} count as targets" in notes(bytes(count - 1) + b"\1")
+    for raw, fault in (
+        (bytes(count), "counts no token as a target, .*; leave it out"),
+        (b"\xff" * count, r"has byte 255 for token 0, and only 0 and 1 \(a target\) are known"),
+        (b"1" * count, "has byte 49 for token 0, "),
+        (b"\1" * (count - 1) + b"\2", f"has byte 2 for token {count - 1}, "),
+    ):
+        with pytest.raises(ValueError, match=f"--data-path {prefix}: {prefix}.mask {fault}"):
+            notes(raw)
+    monkeypatch.setattr(corpora, "SCANNED_BYTES", 64 * len(given))
+    monkeypatch.setattr(corpora, "SCANNED_PIECES", 4)
+    assert "of the tokens, about 50.0% of" in notes(bytes(k % 2 for k in range(count)))
+    assert "of the tokens, about 0.0% of" in notes(bytes(count))
+
+
+@for_each("kind", (GPTDataset, PackedDataset))
+def test_a_byte_that_no_start_has_seen_is_refused_where_it_is_read(tmp_path: Path, kind: type[GPTDataset]) -> None:
+    prefix = write_masked(tmp_path / "c", [[1, 2, 3]] * 9, third)
+    path = Path(f"{prefix}.mask")
+    path.write_bytes(path.read_bytes()[:14] + b"\x80" + path.read_bytes()[15:])
+    dataset = kind(prefix, "1", "train", 3, seed=1)
+    with pytest.raises(ValueError, match=f"{prefix}.mask has byte 128 for token 14, "):
+        [dataset[k] for k in range(9)]
 
 
 def test_another_mask_is_another_corpus(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Tokens of sample i: coverage, order, splits, the cache, and every refusal."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from megazero.data import corpora, epochs, indexed, samples
 from megazero.data.corpora import mock_datasets, open_datasets
 from megazero.data.indexed import IndexedDataset
-from megazero.data.samples import NO_TOKEN, GPTDataset, WholeSplit, split_ranges, splits_by_tokens
+from megazero.data.samples import NO_TOKEN, SPLITS, GPTDataset, WholeSplit, split_ranges, splits_by_tokens
 from tests.helpers.table import for_each
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
@@ -290,10 +291,15 @@ def test_few_documents_are_split_by_tokens(tmp_path: Path) -> None:
     assert tokens_of(data.train) == list(range(969)) and tokens_of(data.validation) == list(range(969, 999))
     assert data.split_by_tokens == (one,)
     assert f"validation and test are cut from the end of {one} (1 document), by tokens" in data.notes()[0]
-    with pytest.raises(ValueError, match=r"test split .* holds 1 tokens in 1 of 1 documents.*or drop --eval-interval"):
+    with pytest.raises(
+        ValueError,
+        match=r"test split .* holds 1 tokens in 1 of 1 documents.*give --split 98,1,1, or drop --eval-interval$",
+    ):
         data.test[0]
-    with pytest.raises(ValueError, match=r"train split .* such as --split 1$"):
+    with pytest.raises(ValueError, match=r"train split .*; give --split 99,1,0$"):
         open_datasets((one,), "1,999,0", 8, 1, None)
+    with pytest.raises(ValueError, match=r"validation split .*; give --split 80,20,0, or drop --eval-interval$"):
+        open_datasets((one,), "1", 150, 1, None, needed=("train", "validation"))
     again = open_datasets((one,), "969,30,1", 8, 1, None).train
     assert [again[i].ids.tolist() for i in range(300)] == [data.train[i].ids.tolist() for i in range(300)]
 
@@ -309,6 +315,31 @@ def test_few_documents_are_split_by_tokens(tmp_path: Path) -> None:
                 assert tokens_of(part) == list(range(begin, end)), (split, part.split_name)
                 epochs_of_stream = stream_of(part, -(-2 * part.num_tokens // 3))[: 2 * part.num_tokens]
                 assert sorted(epochs_of_stream) == sorted(2 * list(range(begin, end)))
+
+
+@for_each("packing", ["split", "best-fit"])
+@for_each("split_by", ["auto", "documents", "tokens"])
+def test_the_split_that_a_refusal_names_fits(tmp_path: Path, split_by: str, packing: str) -> None:
+    """Followed once, the advice is enough; if no split fits, the refusal says so."""
+    sizes = (([90], 20), ([9] * 10, 20), ([50, 1, 1, 38], 20), ([90], 50), ([1] * 9, 2), ([20], 9))
+    refused = 0
+    for number, (lengths, length) in enumerate(sizes):
+        prefix = str(write_corpus(tmp_path / str(number), [[7] * each for each in lengths]))
+        for needed in (("train",), ("train", "validation"), SPLITS):
+            options = {"split": "969,30,1", "split_by": split_by, "seq_length": length, "packing": packing}
+            for turn in (1, 2):
+                try:
+                    open_datasets((prefix,), seed=1, vocab_size=None, needed=needed, **options)
+                    break
+                except ValueError as error:
+                    found = re.search(r"; give --split ([\d,]+\d)(?: --split-by (tokens))?", str(error))
+                    if found is None:
+                        assert "no --split is enough for " in str(error)
+                        refused += 1
+                        break
+                    assert turn == 1, (lengths, needed, str(error))
+                    options |= {"split": found[1], "split_by": found[2] or split_by}
+    assert refused
 
 
 @for_each(

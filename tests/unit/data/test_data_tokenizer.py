@@ -457,6 +457,13 @@ def test_unreadable(tmp_path: Path, spec: str, words: str) -> None:
         load_tokenizer(spec)
 
 
+def test_a_message_of_a_library_that_quotes_the_file_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps("x" * 100_000))
+    with pytest.raises(ValueError, match=r'cannot be read: invalid type: string "x+\.\.\.; expected') as caught:
+        load_tokenizer(str(tmp_path))
+    assert len(str(caught.value)) < 2000
+
+
 def test_reading_a_tokenizer_json_imports_neither_transformers_nor_torch(trained: Path) -> None:
     code = (
         f"import sys; from megazero.data.tokenizer import load_tokenizer; load_tokenizer({str(trained)!r});"

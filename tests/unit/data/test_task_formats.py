@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_tools.convert_tasks import main
+from data_tools.task_formats import FORMATS
 from megazero.data.task_files import ChoiceItem, ClozeItem, Item, TextItem, read_tasks
 from tests.helpers.table import for_each
 
@@ -150,6 +151,18 @@ def test_a_line_of_another_form_is_refused(name: str, line: object, words: str, 
     with pytest.raises(ValueError, match=words):
         converted(tmp_path, name, "--input", written(tmp_path / "file.jsonl", good, line))
     assert not (tmp_path / "items.jsonl").exists()
+
+
+@for_each("name", sorted(FORMATS))
+def test_what_a_reader_cannot_read_is_one_sentence(tmp_path: Path, name: str) -> None:
+    """Nesting beyond Python's stack, a field beyond csv's limit, a null character, half of a quoted field."""
+    end = {"mmlu": "test/x_test.csv"}.get(name, "x.jsonl")
+    (tmp_path / "x-labels.lst").write_text("0\n")
+    for line in ("[" * 100_000, '{"text": ' * 100_000, "x" * 200_000 + ",a,b,c,d,A", "\0", '"'):
+        path = written(tmp_path / end, line)
+        with pytest.raises(ValueError, match=f"--input {path}") as caught:
+            converted(tmp_path, name, "--input", path)
+        assert len(str(caught.value)) < 2000
 
 
 def test_flags_that_do_not_fit_are_refused(tmp_path: Path) -> None:

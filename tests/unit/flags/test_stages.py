@@ -1,7 +1,9 @@
 """Files of --data-stages: their borders, their flags, and one sentence for each mistake."""
 
+import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +11,9 @@ from megazero.data.blending import BlendedDataset
 from megazero.data.corpora import Continued, continued, open_datasets
 from megazero.flags.cli import parse
 from megazero.flags.config import Config
+from megazero.flags.flag_names import with_values
 from megazero.flags.stages import WHOLE, DataStage, last_samples, of_longest, read_stages
+from tests.helpers.table import for_each
 from tests.unit.data_helpers import numbered_documents, write_corpus
 
 FLAGS = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --micro-batch-size 3"
@@ -44,11 +48,20 @@ def test_a_plan_is_of_the_longest_stage(tmp_path: Path) -> None:
     assert of_longest(parse(shlex.split(FLAGS)))[2] == ""
 
 
-def test_corpora_of_a_stage_replace_those_of_the_command(tmp_path: Path) -> None:
-    """Whichever way each of them names its corpora."""
-    config = config_of(tmp_path / "s.toml", '[[stage]]\nfrom-sample = 4\ndata-args-path = "list"\n')
-    data = read_stages(config)[1].over(config).data
-    assert (data.data_path, data.data_args_path) == ((), "list")
+@for_each("command", [("data-path", ("c",)), ("data-args-path", "C")])
+@for_each("stage", [("data-path", ("s",)), ("data-args-path", "S"), ("lr", 1.0)])
+def test_corpora_of_a_stage_replace_those_of_the_command(tmp_path: Path, command: Any, stage: Any) -> None:
+    """Whichever way each of them names its corpora; and the stage can be taken back."""
+    name, value = stage
+    written = f"[[stage]]\nfrom-sample = 4\n{name} = {json.dumps(value)}\n"
+    config = with_values(
+        config_of(tmp_path / "s.toml", written), {"data-path": (), "data-args-path": ""} | dict([command])
+    )
+    own = read_stages(config)[1]
+    named = dict([command if name == "lr" else stage])
+    data = own.over(config).data
+    assert (data.data_path, data.data_args_path) == (named.get("data-path", ()), named.get("data-args-path", ""))
+    assert own.undone(own.over(config), config) == config
 
 
 WRONG = {
