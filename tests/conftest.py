@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import importlib.util
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from tests.helpers.quick_exit import WORKERS
@@ -18,6 +20,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is imported: its kernels run on the CPU
 
+from megazero.optional import EXTRAS
 from tests.helpers.cpu_seconds import CpuSeconds
 from tests.helpers.parsers import remember_parsers
 from tests.helpers.programs import PRELOADED
@@ -80,6 +83,21 @@ def pytest_unconfigure() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not uses_ranks(item):  # idle ranks take memory, and their groups' threads wake up all the time
         stop_pools()
+
+
+MISSING = re.compile(r"(?:needs the Python package |No module named ')(\w+)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip a test that fails because an optional package is missing: here, or in a program that it runs."""
+    report = yield
+    for package in set(MISSING.findall(report.longreprtext)) & EXTRAS.keys() if report.failed else ():
+        if importlib.util.find_spec(package) is None:
+            report.outcome, (file, line, _) = "skipped", report.location
+            report.longrepr = (file, line or 0, f"not installed: {package}")
+            break
+    return report
 
 
 def stop_pools() -> None:
