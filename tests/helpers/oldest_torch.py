@@ -1,6 +1,6 @@
 """The operators of torch 2.11, the oldest torch that pyproject.toml allows, that differ from those of later ones.
 
-`make test-oldest` runs the suite with torch 2.11 itself, whose package for Linux has CUDA: gigabytes.
+`make test-oldest` runs the suite with torch 2.11 itself.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ class _NoWideSums(TorchDispatchMode):
 
 @contextlib.contextmanager
 def oldest_torch(patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the newer torch refuse what 2.11 refuses."""
+    """Let a newer torch refuse the calls that 2.11 refuses."""
     later, added = varlen.varlen_attn, grouped(varlen.varlen_attn)
 
     def varlen_attn(
