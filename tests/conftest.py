@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.helpers.quick_exit import WORKERS
 
@@ -89,14 +90,22 @@ MISSING = re.compile(r"(?:needs the Python package |No module named ')(\w+)")
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Skip a test that fails because an optional package is missing: here, or in a program that it runs."""
-    report = yield
-    for package in set(MISSING.findall(report.longreprtext)) & EXTRAS.keys() if report.failed else ():
-        if importlib.util.find_spec(package) is None:
-            report.outcome, (file, line, _) = "skipped", report.location
-            report.longrepr = (file, line or 0, f"not installed: {package}")
-            break
+    return skip_without_package((yield), item.path, item.location[1] or 0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return skip_without_package((yield), collector.path, 0)
+
+
+def skip_without_package(report: Any, file: Path, line: int) -> Any:
+    missing = set(MISSING.findall(report.longreprtext)) & EXTRAS.keys() if report.failed else set()
+    for package in sorted(package for package in missing if importlib.util.find_spec(package) is None):
+        report.outcome, report.longrepr = "skipped", (str(file), line, f"not installed: {package}")
     return report
 
 
