@@ -1,11 +1,7 @@
 # The developer's commands. `bash scripts/test.sh` once makes .venv with all that they need.
 BIN := .venv/bin
 
-<<<<<<< HEAD
-.PHONY: help check format test test-second test-all test-gpu test-floors chaos fuzz mutate bench paper test-machines same-bits site
-=======
-.PHONY: help check format test test-second test-all test-gpu test-oldest test-pythons chaos fuzz mutate bench paper test-machines same-bits site
->>>>>>> 61a45be6 (make test-oldest and test-pythons: the default suite with the oldest torch, and on newer Pythons)
+.PHONY: help check format test test-second test-all test-gpu test-floors test-oldest test-pythons chaos fuzz mutate bench paper test-machines same-bits site
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
