@@ -1,7 +1,7 @@
 # The developer's commands. `bash scripts/test.sh` once makes .venv with all that they need.
 BIN := .venv/bin
 
-.PHONY: help check format test test-second test-all test-gpu test-floors chaos fuzz mutate bench paper test-machines same-bits site
+.PHONY: help check format test test-second test-all test-gpu test-floors test-oldest test-pythons chaos fuzz mutate bench paper test-machines same-bits site
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,13 @@ test-floors:  ## tests of data, flags and interop with the oldest Python and pac
 
 test-gpu:  ## what needs a GPU
 	bash scripts/test.sh -m gpu
+
+test-oldest:  ## the default suite with the oldest torch that pyproject.toml allows, on Python 3.12: 5 GB of packages
+	$(BIN)/python -m tests.environments oldest
+
+test-pythons:  ## the default suite on Python 3.12 and 3.13
+	$(BIN)/python -m tests.environments 3.12
+	$(BIN)/python -m tests.environments 3.13
 
 chaos:  ## 100 kills, 20 full disks and 1,000 damages at random, then 200 chains of resumes: half an hour
 	$(BIN)/python -m tests.chaos

@@ -7,6 +7,9 @@
 - The default store: the public way to it is the argument of `init_process_group`, which torchrun fills.
 """
 
+import functools
+import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +26,15 @@ FLASH_ATTENTION = torch.ops.aten._flash_attention_forward
 FLASH_ATTENTION_BACKWARD = torch.ops.aten._flash_attention_backward
 TRACED_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 TRACED_EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention
+
+
+@functools.cache
+def grouped(varlen_attn: Callable[..., Any]) -> dict[str, bool]:
+    """Return the argument with which it accepts fewer heads of keys than of queries.
+
+    torch 2.11 has no such argument and no such check; its kernel accepts them. Not yet run on a GPU.
+    """
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def has_onednn() -> bool:

@@ -2,9 +2,12 @@
 
 import contextlib
 import gc
+import importlib.util
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.helpers.quick_exit import WORKERS
 
@@ -18,6 +21,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is imported: its kernels run on the CPU
 
+from megazero.optional import EXTRAS
 from tests.helpers.cpu_seconds import CpuSeconds
 from tests.helpers.parsers import remember_parsers
 from tests.helpers.programs import PRELOADED
@@ -80,6 +84,29 @@ def pytest_unconfigure() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not uses_ranks(item):  # idle ranks take memory, and their groups' threads wake up all the time
         stop_pools()
+
+
+MISSING = re.compile(r"(?:needs the Python package |No module named ')(\w+)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip a test that fails because an optional package is missing: here, or in a program that it runs."""
+    return skip_without_package((yield), item.path, item.location[1] or 0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return skip_without_package((yield), collector.path, 0)
+
+
+def skip_without_package(report: Any, file: Path, line: int) -> Any:
+    missing = set(MISSING.findall(report.longreprtext)) & EXTRAS.keys() if report.failed else set()
+    for package in sorted(package for package in missing if importlib.util.find_spec(package) is None):
+        report.outcome, report.longrepr = "skipped", (str(file), line, f"not installed: {package}")
+    return report
 
 
 def stop_pools() -> None:

@@ -1,4 +1,4 @@
-"""Choices that all ranks make together when a run starts: --fused-kernels, --matmul-backend, --tf32.
+"""Choices that all ranks make together when a run starts: --fused-kernels, --compile, --matmul-backend, --tf32.
 
 Each returns the configuration with the choice in place of `auto`, and a line for the start of the run, or "".
 """
@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from megazero.engine.kernels.compiled import ACTIVATIONS
 from megazero.engine.kernels.dropout import Dropout, Rows
-from megazero.engine.kernels.kernel_table import EAGER, TRITON
+from megazero.engine.kernels.kernel_table import EAGER, KERNELS, TRITON
 from megazero.engine.kernels.matmul import TORCH, Products
 from megazero.engine.mesh.collectives import MAX
 from megazero.engine.mesh.mesh import Mesh
+from megazero.engine.model.layers.fused_attention import is_attention_fused
 from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.config import Config
@@ -55,6 +57,30 @@ def choose_kernels(
     if training.fused_kernels == "triton":
         raise ValueError(f"--fused-kernels triton: {reason}; use auto or eager")
     return _with(config, fused_kernels="eager"), f"--fused-kernels eager: {reason}; a step takes longer"
+
+
+def fuses_attention(config: Config, device_type: str) -> bool:
+    """Return whether a fused kernel computes attention in training."""
+    model = config.model
+    return is_attention_fused(
+        device_type,
+        config.training.precision,
+        dropout=model.attention_dropout > 0,
+        documents=config.data.reset_attention_mask,
+        softcap=model.attention_softcap > 0,
+        log_sums=config.parallel.context_parallel_size > 1 or model.traits.sinks,
+    )
+
+
+def choose_compile(config: Config, device_type: str) -> tuple[Config, str]:
+    """Drop --compile if this model has no operation that torch would compile. `config`: of `choose_kernels`."""
+    training = config.training
+    eager = KERNELS[training.kernels_on(device_type)].activations is EAGER.activations
+    gains = (eager and config.model.traits.activation in ACTIVATIONS) or not fuses_attention(config, device_type)
+    if gains or not training.compile:
+        return config, ""
+    line = "--compile compiles nothing: it is for unfused attention, and for GELU and SwiGLU by torch's operators"
+    return _with(config, compile=False), line
 
 
 def triton_complaint(device: torch.device) -> str:

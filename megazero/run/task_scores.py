@@ -22,7 +22,6 @@ from megazero.data.loader import Batches
 from megazero.data.task_files import ChoiceItem, ClozeItem, Item, TextItem
 from megazero.data.task_requests import NO_REQUEST, EncodedTasks, PackedRequests, TaskRequests
 from megazero.engine.model.layers.context import DeviceBatch
-from megazero.engine.model.layers.fused_attention import is_attention_fused
 from megazero.engine.options.batch_sizes import PADDING
 from megazero.engine.options.schema import DocumentOptions
 from megazero.engine.step.batch import MicroBatch
@@ -35,6 +34,7 @@ from megazero.generation.target_scores import score_batch
 from megazero.observe.loggers import finite
 from megazero.observe.progress_line import Record
 from megazero.run.evaluation import Stopped
+from megazero.run.kernel_choices import fuses_attention
 from megazero.run.stopping import Wish
 from megazero.units import things
 
@@ -66,19 +66,7 @@ def keeps_apart(config: Config, device_type: str) -> bool:
         check_device(scoring, device_type)
     except ValueError:
         return False
-    return _is_fused(scoring, device_type) or not _is_fused(config, device_type)
-
-
-def _is_fused(config: Config, device_type: str) -> bool:
-    model = config.model
-    return is_attention_fused(
-        device_type,
-        config.training.precision,
-        dropout=model.attention_dropout > 0,
-        documents=config.data.reset_attention_mask,
-        softcap=model.attention_softcap > 0,
-        log_sums=config.parallel.context_parallel_size > 1 or model.traits.sinks,
-    )
+    return fuses_attention(scoring, device_type) or not fuses_attention(config, device_type)
 
 
 def task_interval(config: Config, num_samples: int) -> int:

@@ -31,7 +31,7 @@ from megazero.planner.time.devices import peak_flops
 from megazero.planner.trace.trace import model_flops
 from megazero.run.averages import averaged_weights
 from megazero.run.evaluation import Evaluation, Evaluator, Stopped
-from megazero.run.kernel_choices import choose_kernels, choose_matmul_backend
+from megazero.run.kernel_choices import choose_compile, choose_kernels, choose_matmul_backend
 from megazero.run.run_state import Progress
 from megazero.run.stopping import Wish
 from megazero.run.task_scores import TaskScorer
@@ -70,8 +70,9 @@ class Trainer:
         self.mesh, self.datasets, self.leads = mesh, datasets, mesh.rank == 0
         self.watchdog = watchdog or Watchdog(0, lambda place: None)
         chosen, products = choose_matmul_backend(config, mesh)
-        self.config, kernels = choose_kernels(chosen, mesh)
-        self.choices = "\n".join(filter(None, (products, kernels)))
+        chosen, kernels = choose_kernels(chosen, mesh)
+        self.config, compiles = choose_compile(chosen, mesh.device.type)
+        self.choices = "\n".join(filter(None, (products, kernels, compiles)))
         num_corpora = max(1, len(datasets.named))
         self.engine = Engine(self.config, mesh, num_corpora, explain_out_of_memory, diagnose=diagnose_step)
         self.profiler = Profiler(self.config, self.engine)

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.programs import ROOT, warm
+from tests.helpers.programs import ROOT, python_path, warm
 
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
     """One thread a process: two cores are shared by all ranks."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     words = [str(word) for word in command]
     return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
 

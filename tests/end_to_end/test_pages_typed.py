@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.programs import ROOT
+from tests.helpers.programs import ROOT, python_path
 
 TRAINING = "megazero train --preset tiny "
 ITERATIONS = 50  # instead of the section's; one evaluation, and more than the preset's warm-up
@@ -31,7 +31,7 @@ def typed(tmp_path: Path) -> dict[str, str]:
         command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
         command.chmod(0o755)
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, "PATH": path, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def type_in(line: str, folder: Path, env: dict[str, str]) -> str:

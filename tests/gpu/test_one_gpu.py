@@ -124,7 +124,7 @@ def test_copies_to_the_host_and_back() -> None:
     for i in range(4):
         x = torch.full((numel,), float(i), device=device)
         wanted.append(float(i))
-        with torch.cuda.stream(copies.storing):
+        with torch.cuda.stream(copies.link.storing):
             torch.cuda._sleep(10_000_000)
         stored.append(copies.start_store(x, torch.empty(numel, pin_memory=True)))
         x.zero_()

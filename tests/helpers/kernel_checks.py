@@ -4,9 +4,12 @@ The interpreter takes some 10 ms per program: there, sizes are tiny. It rounds t
 to the nearest: so bf16 is equal to one unit of the last place on a CPU, and to the bit on a GPU.
 """
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -19,6 +22,20 @@ from megazero.engine.model.context_parallel.key_exchange import AllKeys, Pair
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.fused_attention import fused_attention
 from megazero.engine.model.scores import Scores
+from megazero.run.kernel_choices import triton_complaint
+
+
+def require_triton(interprets: bool = True) -> None:
+    """Skip the test without Triton, or, if it `interprets` kernels, where Triton's interpreter and NumPy disagree."""
+    reason = "no triton: torch brings it for GPUs, requirements-dev.txt for x86-64 Linux"
+    triton = pytest.importorskip("triton", reason=reason)
+    if interprets and not torch.cuda.is_available() and "0-dimensional arrays" in _interpreter_complaint():
+        pytest.skip(f"the interpreter of Triton {triton.__version__} fails with NumPy {numpy.__version__}")
+
+
+@functools.cache
+def _interpreter_complaint() -> str:
+    return triton_complaint(torch.device("cpu"))
 
 
 def randn(*shape: int, dtype: torch.dtype, device: str, seed: int = 0) -> torch.Tensor:

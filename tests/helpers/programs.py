@@ -26,6 +26,13 @@ CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = ["tests.helpers.preloaded"]
 CONTEXT.set_forkserver_preload(PRELOADED)
 
+
+def python_path(*first: Path) -> str:
+    """Return PYTHONPATH: `first`, then the folders of this process's that are outside of this repository."""
+    carried = (path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)
+    return os.pathsep.join(map(str, (*first, *(path for path in carried if Path(path).resolve() != ROOT))))
+
+
 STACKS = signal.SIGUSR2  # has a warm program print the stacks of all its threads
 
 

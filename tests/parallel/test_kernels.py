@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.kernel_checks import require_triton
 from tests.helpers.rounding import model_tolerance
 from tests.parallel.cases import Case, Outcome, train
 from tests.parallel.matrix import MODEL
@@ -52,7 +53,7 @@ def train_and_name(rank: int, case: Case) -> tuple[Outcome, set[str]]:
 )
 def test_steps_are_those_of_torchs_operators(ranks, architecture: str, sp: bool) -> None:
     """A step of two tensor-parallel ranks: loss, gradient norm, and all bytes."""
-    pytest.importorskip("triton", reason="no triton: torch brings it for GPUs, requirements-dev.txt for x86-64 Linux")
+    require_triton()
     model = replace(TINY, architecture=architecture)
     if architecture == "qwen3":
         model = replace(model, qk_layernorm=True, kv_channels=6, num_query_groups=1)

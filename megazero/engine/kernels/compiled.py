@@ -41,6 +41,9 @@ def _causal_softmax(
     return seen.softmax(-1).to(scores.dtype)
 
 
+ACTIVATIONS = {"gelu-tanh": (_gelu, _gelu_grad), "swiglu": (_swiglu, _swiglu_grad)}  # unless `kernels` have their own
+
+
 def compiled(kernels: Kernels, device: torch.device) -> Kernels:
     """Replace torch's operators in `kernels` by functions that torch compiles when it first sees their shapes.
 
@@ -55,9 +58,9 @@ def compiled(kernels: Kernels, device: torch.device) -> Kernels:
         made = compile_(grad)
         return Activation(compile_(forward), lambda dy, x: (made(dy, x), None))
 
-    gelu, swiglu = pair(_gelu, _gelu_grad), pair(_swiglu, _swiglu_grad)
+    activations = {**EAGER.activations} | {name: pair(*functions) for name, functions in ACTIVATIONS.items()}
     try:
-        gelu.forward(torch.zeros(64, device=device))
+        activations["gelu-tanh"].forward(torch.zeros(64, device=device))
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise ValueError(
@@ -65,6 +68,4 @@ def compiled(kernels: Kernels, device: torch.device) -> Kernels:
             f"{'install a C++ compiler, such as g++' if device.type == 'cpu' else 'install triton'}, or drop --compile"
         ) from error
     kernels = kernels._replace(causal_softmax=compile_(_causal_softmax), scores_grad=compile_(scores_grad))
-    if kernels.activations is not EAGER.activations:
-        return kernels
-    return kernels._replace(activations={**EAGER.activations, "gelu-tanh": gelu, "swiglu": swiglu})
+    return kernels._replace(activations=activations) if kernels.activations is EAGER.activations else kernels

@@ -72,12 +72,12 @@ class TrainingConfig:
     mantissa instead of 23. No effect in other precisions or on a CPU."""
     deterministic_mode: bool = False
     """GPU: use deterministic algorithms of torch, cuBLAS and NCCL, so that a run in the same layout on the same GPUs
-    repeats bit for bit. The backward of attention is slower. Not yet run on a GPU. On a CPU, runs with the same
-    --matmul-backend are always repeated bit for bit."""
+    repeats bit for bit. Attention is slower: its fastest kernels (cuDNN's) add in any order. Not yet run on a GPU. On a
+    CPU, runs with the same --matmul-backend are always repeated bit for bit."""
     compile: bool = False
     """Compile element-wise operations with torch.compile: GELU and SwiGLU, unless --fused-kernels is triton, and the
     softmax of attention if torch has no fused attention for it (with dropout, in bf16 on a CPU, in fp64 on a GPU). The
-    start takes longer."""
+    start takes longer, unless the model has none of these."""
     fused_kernels: Literal["auto", "triton", "eager"] = "auto"
     """GPU: triton computes norms, GELU, SwiGLU, rotary positions, dropout with the residual sum, and the loss by fused
     kernels; eager computes them by torch's operators. auto: triton where it works, except in fp64. Dropout masks are
@@ -242,7 +242,7 @@ class ZeroConfig:
     reduce_bucket_size: Annotated[int, Bounds(1, 2**40, "no model has a layer of as many elements")] = 40_000_000
     """Elements of a communication buffer for gradients. A larger block or embedding is reduced in several parts."""
     overlap_comm: bool = True
-    """Overlap ZeRO communication with computation. The results are the same bit for bit."""
+    """Overlap ZeRO communication with computation. Sums have the same order, and results the same bits."""
     poison_buffers: bool = False
     """Debugging: fill released parameters and fresh gradients with NaN, so that reading them shows in the loss; and
     stop if an operation uses a buffer of a collective that is in flight."""

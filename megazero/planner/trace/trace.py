@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.engine.kernels.gradient import gradient
 from megazero.engine.kernels.kernel_table import KERNELS
-from megazero.engine.kernels.matmul import Products
+from megazero.engine.kernels.matmul import Products, writes_wide
 from megazero.engine.memory.tracker import MemoryTracker
 from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.documents import Documents, DocumentSpan
@@ -250,7 +250,7 @@ class Traced:
             device,
             selective=kind.recompute == "selective",
             kernels=KERNELS[kind.kernels],
-            products=Products(in_place=kind.device_type == "cuda"),
+            products=Products(in_place=writes_wide(device, DTYPES[kind.precision])),
             cp=self.mesh.cp,
             ring=kind.ring,
             loss_chunk=kind.loss_chunk,

@@ -13,7 +13,7 @@ from megazero.console.commands import COMMANDS, run_command
 from megazero.log import log
 from megazero.verify.compare import Row
 from megazero.verify.verification import Proof, Verification
-from tests.helpers.programs import ROOT, warm
+from tests.helpers.programs import ROOT, python_path, warm
 from tests.helpers.table import for_each
 from tests.unit.data_helpers import write_corpus
 
@@ -22,7 +22,7 @@ INSTALLED = "/usr/bin/megazero"
 
 def test_help_lists_the_commands_from_any_folder_without_torch(tmp_path: Path) -> None:
     code = "import sys; from megazero.console.commands import run_command as r; r(['--help']); print(*sys.modules)"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     *text, modules = done.stdout.splitlines()
     assert not {"torch", "numpy", "tyro"} & {*modules.split()}, done.stderr

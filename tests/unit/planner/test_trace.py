@@ -8,14 +8,20 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+import torch
 
+from megazero.engine.kernels.matmul import writes_wide
+from megazero.engine.model.layers.context import DTYPES
 from megazero.engine.model.stage import declare
+from megazero.engine.options.schema import Precision
 from megazero.engine.plan.program.rank_spec import rank_spec
-from megazero.flags.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
+from megazero.flags.config import ActivationConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
-from megazero.planner.trace.trace import Kind, model_flops
+from megazero.planner.bytes.estimate import estimate
+from megazero.planner.trace.trace import Kind, _trace, model_flops, trace_block
 from tests.helpers import saved_formulas
 from tests.helpers.block_bytes import block_saves
+from tests.helpers.oldest_torch import oldest_torch
 from tests.helpers.table import for_each
 from tests.helpers.traces import trace_layers
 
@@ -134,3 +140,25 @@ def test_100b_is_traced_without_its_memory(device_type: str) -> None:
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 19
     )  # KiB: the imitations of kernels are loaded
     assert trace_layers(config, layout, 0, device_type)["blocks.7"] is costs["blocks.7"]
+
+
+LLAMA = replace(MODEL, architecture="llama", num_query_groups=2)
+
+
+@for_each("precision", ["bf16", "fp16"])
+@for_each("data", [DataConfig(), DataConfig(tokenizer="byte", reset_attention_mask=True)])
+@for_each("model", [MODEL, LLAMA, replace(LLAMA, window_size=8), replace(LLAMA, num_experts=4, moe_router_topk=2)])
+def test_the_oldest_torch_plans_for_a_gpu(
+    precision: Precision, data: DataConfig, model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of newer ones, though its stand-ins add no 16-bit product to a wider tensor, and know no groups."""
+    training = TrainingConfig(micro_batch_size=2, global_batch_size=4, precision=precision)
+    config, layout = resolve(Config(model=model, training=training, data=data), 1, 0, declare)
+    _trace.cache_clear()  # of the torch that runs
+    with oldest_torch(monkeypatch):
+        assert not writes_wide(torch.device("meta"), DTYPES[precision])
+        found = estimate(config, layout, 0, needs_staging_buffer=False)
+        kind = trace_block(config, layout, "cuda")
+    _trace.cache_clear()
+    assert found == estimate(config, layout, 0, needs_staging_buffer=False)
+    assert kind == trace_block(config, layout, "cuda")

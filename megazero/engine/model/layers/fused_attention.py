@@ -122,7 +122,7 @@ def _flash_pieces(
         bounds, longest = documents.bounds, documents.longest
     window, scale = (scores.window - 1, 0), scores.scale or None  # -1: no window
     limits = bounds, bounds, longest, longest
-    y = varlen_attn(*parts, *limits, scale=scale, window_size=window, enable_gqa=n != k.shape[1])
+    y = varlen_attn(*parts, *limits, scale=scale, window_size=window, **torch_private.grouped(varlen_attn))
     return y.view(b, s, n, d).transpose(1, 2)
 
 

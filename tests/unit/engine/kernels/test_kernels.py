@@ -22,7 +22,7 @@ from megazero.flags.validate import check_device
 from megazero.planner.trace.kernel_records import Operator
 from megazero.planner.trace.pretend import pretend_mesh
 from megazero.planner.trace.trace import trace
-from megazero.run.kernel_choices import choose_kernels, triton_complaint
+from megazero.run.kernel_choices import choose_compile, choose_kernels, triton_complaint
 from tests.helpers import kernel_checks
 from tests.helpers.table import for_each
 from tests.helpers.traces import trace_layers
@@ -31,8 +31,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def has_triton() -> None:
-    pytest.importorskip("triton", reason="no triton: torch brings it for GPUs, requirements-dev.txt for x86-64 Linux")
+def has_triton(request: pytest.FixtureRequest) -> None:
+    kernel_checks.require_triton(interprets="compiles" not in request.node.name)
 
 
 # Rows up to the last there may be; blocks that end within a row; one column; more segments than a launch takes.
@@ -213,6 +213,35 @@ def test_auto_is_triton_where_it_works_on_every_rank() -> None:
         with pytest.raises(ValueError, match=r"--fused-kernels triton: Triton does not work .*; use auto or eager"):
             choose("triton", **reason)  # type: ignore[arg-type]
     assert choose("eager", "not asked") == ("eager", "")
+
+
+EVERYWHERE = "cpu fp32, cpu bf16, cpu fp16, cpu fp64, cuda fp32, cuda bf16, cuda fp16, cuda fp64"
+
+
+@for_each(
+    ("options", "fused_kernels", "wanted"),
+    [
+        ({}, "auto", "cpu fp32, cpu bf16, cpu fp16, cpu fp64, cuda fp64"),
+        ({}, "eager", EVERYWHERE),
+        ({"activation": "relu"}, "eager", "cpu bf16, cpu fp16, cuda fp64"),
+        ({"activation": "relu", "attention_dropout": 0.1}, "auto", EVERYWHERE),
+        ({"architecture": "llama", "attention_softcap": 5.0}, "auto", EVERYWHERE),
+        ({"architecture": "gpt-oss"}, "auto", "cpu bf16, cpu fp16, cuda fp32, cuda fp64"),
+    ],
+)
+def test_compile_is_left_out_where_it_compiles_nothing(
+    options: dict[str, Any], fused_kernels: Any, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch compiles GELU and SwiGLU if Triton has not fused them, and attention that is not fused."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    found = []
+    for name in EVERYWHERE.split(", "):
+        device, precision = name.split()
+        training = TrainingConfig(precision=precision, compile=True, fused_kernels=fused_kernels)  # type: ignore[arg-type]
+        chosen, said = choose_compile(Config(model=ModelConfig(**options), training=training), device)
+        assert (said == "") == chosen.training.compile
+        found += [name] * chosen.training.compile
+    assert ", ".join(found) == wanted
 
 
 def test_a_cpu_and_fp64_have_torchs_operators() -> None:

@@ -199,12 +199,15 @@ def test_16_bit_products_go_straight_into_wider_gradients() -> None:
     """On a GPU they are written, then added, without another tensor. tests/gpu compares the numbers."""
     gpu = torch.device("meta")
     x, dy = (torch.empty(7, n, device=gpu, dtype=torch.bfloat16) for n in (4, 3))
+    able = writes_wide(gpu, torch.bfloat16)
+    assert able or torch.__version__.startswith("2.11.")  # its stand-ins cannot; see tests/helpers/oldest_torch.py
     for in_place, wanted in ((True, []), (False, ["mm.dtype", "copy_.default", "mm.dtype", "add_.Tensor"])):
+        if in_place and not able:
+            continue
         with Made() as made:
             for add in (False, True):
                 Products(in_place=in_place).weight_grad(x, dy, torch.empty(3, 4, device=gpu), add)
         assert [name for name in made.names if name != "empty.memory_format"] == wanted
-    assert writes_wide(gpu, torch.bfloat16) and not writes_wide(gpu, torch.float32)
-    assert not writes_wide(torch.device("cpu"), torch.bfloat16)
+    assert not writes_wide(gpu, torch.float32) and not writes_wide(torch.device("cpu"), torch.bfloat16)
     engine = Engine(Case(precision="bf16").config(), pretend_mesh(Layout(), 0, gpu, needs_staging_buffer=False))
-    assert engine.model.head.vocabulary.table.context.products.in_place
+    assert engine.model.head.vocabulary.table.context.products.in_place == able

@@ -3,11 +3,13 @@
 import functools
 import itertools
 import math
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
+from megazero.engine.kernels import initial_values
 from megazero.engine.kernels.dropout import CORE_ELEMENTS, Dropout, Rows
 from megazero.engine.kernels.initial_values import BLOCK, draw, seed_of, standard_normal
 from megazero.engine.model.stage import declare
@@ -82,6 +84,20 @@ def test_any_range_is_a_part_of_the_whole() -> None:
     edges = [0, 1, 63, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK, total - 1, total]
     for start, stop in itertools.combinations_with_replacement(edges, 2):
         assert torch.equal(standard_normal(SEED, "x", start, stop), whole[start:stop]), (start, stop)
+
+
+def test_threads_draw_together_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks are drawn at the same time: each waits for the other."""
+    expected = standard_normal(SEED, "x", 5, 2 * BLOCK)
+    met = threading.Barrier(2, timeout=300)
+
+    def waiting(*coordinates: object) -> int:
+        met.wait()
+        return seed_of(*coordinates)
+
+    monkeypatch.setattr(initial_values, "seed_of", waiting)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert torch.equal(standard_normal(SEED, "x", 5, 2 * BLOCK), expected)
 
 
 def test_seed_name_and_block_matter() -> None:

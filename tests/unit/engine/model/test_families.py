@@ -187,8 +187,9 @@ def test_modules_that_predict_further_ahead_are_those_of_transformers(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses of two modules of MtpLayer, and the gradients of all weights, in fp64."""
-    from transformers.modeling_layers import MtpModel
-
+    modeling_layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(MtpModel := modeling_layers.MtpModel, "forward_layer"):
+        pytest.skip("MtpModel of this transformers has no forward_layer")
     model = replace(CASES[name], mtp_num_layers=2, mtp_loss_scaling_factor=0.3)
     theirs = transformers_model(model, torch.float64)
     torch.manual_seed(2)
