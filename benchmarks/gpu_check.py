@@ -381,7 +381,7 @@ class Options:
 
 
 class Check:
-    """Runs the parts, and writes what is known after each."""
+    """Runs the parts, and writes the report after each."""
 
     def __init__(self, o: Options, machine: Machine, path: Path | None) -> None:
         """path: of the report; None: standard output."""

@@ -8,7 +8,7 @@ from megazero.flags.foreign.translate import refusals, split_items, translate
 
 TOKENIZER = {"vocab-file", "merge-file", "tokenizer-type", "tokenizer-model", "tokenizer-name-or-path"}
 ALWAYS = {"dataset-impl": ("mmap",), "vocab-extra-ids": ("0",)}  # values that are always true here
-# The result does not depend on them: documents stay in order, whatever reads them at once.
+# The result does not depend on them: documents stay in order.
 NEEDLESS = {"log-interval", "partitions", "keep-sequential-samples", "chunk-size", "find-optimal-num-workers"}
 NEEDLESS |= {"workers-to-check", "max-documents-to-check", "seed", "rank", "tensor-model-parallel-size"}
 

@@ -175,7 +175,7 @@ def _library(source: Source, fault: str) -> Iterator[None]:
 
 
 def _guarded(source: Source, fault: str, items: Iterator[Value]) -> Iterator[Value]:
-    """Yield what a library's iterator yields; see `_library`."""
+    """Yield the values of a library's iterator; see `_library`."""
     nothing = object()
     while True:
         with _library(source, fault):

@@ -31,11 +31,11 @@ class Options:
     output: Path
     """File to write, such as cpu.toml."""
     ranks: int = 4
-    """Of a CPU: ranks of a node, the most that will compute at once."""
+    """Ranks of a node, the most that will compute at once; on CPUs."""
     rounds: int = 5
-    """Of a CPU: rounds, of which the median counts."""
+    """Rounds, of which the median counts; on CPUs."""
     like: str = ""
-    """Of a GPU: device of scripts/devices that has the constants that are not measured. Empty: this card."""
+    """Device of scripts/devices with the constants that are not measured on GPUs. Empty: this card's."""
 
 
 def main() -> None:

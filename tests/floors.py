@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".venv-floors"
-# Tests of what calls these packages. -n 0: pytest's workers need pytest-xdist.
+# Tests of the code that calls these packages. -n 0: pytest's workers need pytest-xdist.
 TESTS = [f"tests/unit/{folder}" for folder in ("data", "flags", "interop")]
 
 

@@ -135,7 +135,7 @@ def test_speed_of_checkpoints_runs() -> None:
     assert "read ours" in done.stdout and "stall of async" in done.stdout
 
 
-# Each of two parts goes on once it sees the other's file: they run together.
+# Each of two parts ends once it sees the other's file: they run together.
 MEETS = """
 import pathlib, sys, time
 pathlib.Path(sys.argv[1]).touch()
@@ -178,7 +178,7 @@ def test_the_check_of_gpus_goes_on_after_a_failing_part(tmp_path: Path, monkeypa
 
 
 def test_one_gpu_is_checked_in_eight_and_a_half_minutes() -> None:
-    """By the expected seconds, all but the stream sanitizer; parts that run together last as long as the longest."""
+    """Add up expected seconds of all but the stream sanitizer; parts that run together last as long as the longest."""
     one = [part for part in gpu_check.PARTS if part.gpus < 2 and "sanitizer" not in part.title]
     alone = sum(part.expected for part in one if not part.together)
     assert 450 < alone + max(part.expected for part in one if part.together) <= 510
@@ -186,7 +186,7 @@ def test_one_gpu_is_checked_in_eight_and_a_half_minutes() -> None:
 
 
 def test_a_gpus_assumed_constants_are_replaced_by_measured_ones(tmp_path: Path) -> None:
-    """Here the CPU stands in for it, so that the numbers say nothing."""
+    """Here the CPU stands in for it, so that the numbers have no meaning."""
     h100, file = load_device("h100-80gb"), tmp_path / "mine.toml"
     found = device_gpu.measured(h100, torch.device("cpu"), device_gpu.TINY)
     file.write_text(to_toml(found, 'a "card"'))
@@ -200,7 +200,7 @@ def test_a_gpus_assumed_constants_are_replaced_by_measured_ones(tmp_path: Path) 
 
 
 def test_the_command_for_a_machine_without_a_network(tmp_path: Path) -> None:
-    """With a stand-in for its python, which writes down what it is asked, and where it finds the wheels."""
+    """A stand-in for its python writes down its arguments, and the folders of packages."""
     python, wheels = tmp_path / "python3", tmp_path / "wheels"
     python.write_text('#!/bin/sh\necho "$PYTHONPATH | $*"\n')
     python.chmod(0o755)

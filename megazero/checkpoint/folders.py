@@ -160,7 +160,7 @@ def refuse_to_mix(flag: str, root: Path) -> None:
     """Refuse to save among files of another system. Where our checkpoints are too, only equal names are refused.
 
     Raises:
-        ValueError: they are there; or `latest` is another system's, or `root` is a checkpoint.
+        ValueError: it holds some; or `latest` is another system's, or `root` is a checkpoint.
     """
     folders = checkpoints(root)
     theirs = [folder for folder in folders if not (folder / MANIFEST).exists()]
@@ -335,7 +335,7 @@ def commit(root: Path, iteration: int) -> Path:
 
 
 def _point(root: Path, name: str) -> None:
-    """Let `latest` name a checkpoint. What is no file there stays, with a warning: a load then takes the newest."""
+    """Let `latest` name a checkpoint. A folder of this name stays, with a warning: a load then takes the newest."""
     latest = root / LATEST
     if latest.is_symlink():
         check_owner(root)

@@ -106,7 +106,7 @@ class SaveLock:
             return os.path.samestat(os.fstat(self._file), os.stat(self.root / LOCK))
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # of a disk that does not respond; the save will say so
+        except OSError:  # of a disk that does not respond; the save will report it
             return True
 
     def release(self) -> None:
@@ -144,7 +144,7 @@ def _lost(root: Path, owner: Generation) -> ValueError:
 def _owner(root: Path, starts: bool = False) -> Generation | None:
     """Return the start that saves into `root`; None if none has. ValueError if the file is damaged.
 
-    starts: this process begins: an empty file, or one of zeros, which a power cut leaves, names nobody.
+    starts: this process begins: an empty file, or one of zeros, which a power cut leaves, names no run.
     """
     try:
         content = read_small(root / OWNER)

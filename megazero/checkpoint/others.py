@@ -88,7 +88,7 @@ class Other(NamedTuple):
 
 
 def other_system(path: Path) -> Other | None:
-    """Return what another system saved in the folder, or as the file, `path`; None if nothing is recognised."""
+    """Return the other system's checkpoint in the folder, or the file, `path`; None if none is recognised."""
     found = [Path(path.name)] if path.is_file() else list(islice(_paths(path), MOST_ENTRIES))
     for kind in KINDS:
         for mark in kind.marks:
@@ -120,7 +120,7 @@ def _paths(root: Path) -> Iterator[Path]:
 
 
 def refuse_other(flag: str, path: Path) -> None:
-    """Refuse to load what another system saved. ValueError names it, and the way to its weights.
+    """Refuse to load another system's checkpoint. ValueError names it, and the way to its weights.
 
     A Hugging Face folder is not refused.
     """

@@ -52,9 +52,7 @@ def launch_ranks(log_dir: Path, wait_minutes: str, arguments: list[str]) -> int:
         text, code = _report(error, log_dir)
         _, failure = _first(error)
         message = _message(failure)
-        if not begun.exists() and (
-            message.startswith("error: ") or code == BAD_FLAGS
-        ):  # all ranks refuse the run alike
+        if not begun.exists() and (message.startswith("error: ") or code == BAD_FLAGS):  # all ranks refuse the run
             said = message or _end_of(_stderr(failure, log_dir))
             text = "" if _on_console(said, log_dir) else said
             for folder in log_dir.glob(f"{name}_*"):

@@ -36,7 +36,7 @@ def job_id() -> str | None:
 
 
 def report_begin(save: str) -> None:
-    """Tell pretrain.sbatch or the launcher that all ranks have begun, and note signals. Rank 0 calls it.
+    """Report to pretrain.sbatch or the launcher that all ranks have begun, and note signals. Rank 0 calls it.
 
     The file has two lines: the folder of --save, and its mark; empty ones without --save. A container may hide the
     folder of the file: the script then knows the flags of the command line alone.

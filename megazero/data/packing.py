@@ -179,7 +179,7 @@ class PackedDataset(GPTDataset):
 
     @functools.cached_property
     def has_sample(self) -> bool:
-        """Whether the split has a target."""
+        """True if the split has a target."""
         return self.num_tokens > self.num_documents or bool((self._lengths() > 1).any())
 
     @property

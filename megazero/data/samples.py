@@ -157,7 +157,7 @@ class GPTDataset:
 
     @property
     def has_sample(self) -> bool:
-        """Whether the split is long enough for a sample."""
+        """True if the split is long enough for a sample."""
         return self.num_tokens > self.seq_length
 
     def check(self, needed: Sequence[str] = ("train",)) -> None:

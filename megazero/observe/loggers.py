@@ -151,7 +151,7 @@ class MetricsFile:
             self.pending.clear()
 
     def _replace(self, record: Record) -> None:
-        """Make the file anew where its folder was moved or deleted, but leave one that another run has made."""
+        """Make the file again where its folder was moved or deleted, but leave one that another run has made."""
         log.warning(f"{self.path} was moved, deleted or replaced before iteration {record['iteration']} was logged")
         self.is_replaced = self.path.exists()
         if not self.is_replaced:

@@ -134,7 +134,7 @@ class Signals:
 
 
 def steady_time() -> float:
-    """Return the Unix time by a clock that nobody sets: that of the start of this process, and the seconds since."""
+    """Return the Unix time by a clock that is never set: that of the start of this process, and the seconds since."""
     return AHEAD + time.monotonic()
 
 

@@ -1,7 +1,7 @@
 """Lines of metrics.jsonl and events.jsonl, whose types are checked once, where they are read.
 
 Anybody may have written a log folder. A key that no page computes with, or that a chart looks up number by number, is
-not listed: `number` and `by_name` take what they find.
+not listed: `number` and `by_name` take any value.
 """
 
 import json

@@ -320,7 +320,7 @@ def test_few_documents_are_split_by_tokens(tmp_path: Path) -> None:
 @for_each("packing", ["split", "best-fit"])
 @for_each("split_by", ["auto", "documents", "tokens"])
 def test_the_split_that_a_refusal_names_fits(tmp_path: Path, split_by: str, packing: str) -> None:
-    """Followed once, the advice is enough; if no split fits, the refusal says so."""
+    """Followed once, the advice is enough; if no split fits, the refusal states it."""
     sizes = (([90], 20), ([9] * 10, 20), ([50, 1, 1, 38], 20), ([90], 50), ([1] * 9, 2), ([20], 9))
     refused = 0
     for number, (lengths, length) in enumerate(sizes):

@@ -930,4 +930,4 @@ def test_all_faults_of_a_command_are_refused_at_once(capsys: pytest.CaptureFixtu
     assert first.startswith("--nonsense 3: no such flag.") and rest == lines
     with pytest.raises(SystemExit):
         read("--keep-last-one 3 --keep-every 5".split())
-    assert "--keep-every 5 needs" not in capsys.readouterr().err  # --keep-last may be what was meant
+    assert "--keep-every 5 needs" not in capsys.readouterr().err  # --keep-last may have been meant

@@ -90,7 +90,7 @@ exit 75
 
 
 def test_a_job_is_requeued_if_the_run_saved_wherever_its_save_folder_comes_from(tmp_path: Path) -> None:
-    """Of a preset, Hugging Face's flag, or --save=DIR; a later start resumes there. Stand-ins for SLURM."""
+    """It may be in a preset, Hugging Face's flag, or --save=DIR; a later start resumes there. SLURM has stand-ins."""
     programs = {"srun": BEGINS_AND_SAVES, "scontrol": '#!/bin/bash\n[ "$1" = show ] || kill -TERM $PPID\necho node1\n'}
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
@@ -117,7 +117,7 @@ def test_a_job_is_requeued_if_the_run_saved_wherever_its_save_folder_comes_from(
         assert "requeued: resumes from iter_7" in start(0, at, *flags), flags
 
 
-# Stands in for srun: ranks that begin when the file `go` is there, and end at the signal.
+# Stands in for srun: ranks that begin when the file `go` exists, and end at the signal.
 BEGINS_LATE = """\
 #!/bin/bash
 until [ -e go ]; do sleep 0.02; done

@@ -243,7 +243,7 @@ def test_curves_have_the_places_of_their_values() -> None:
 
 
 def test_which_numbers_stand_on_a_page(tmp_path: Path) -> None:
-    """Of values that differ between iterations and starts: the last, the least, the median or the largest."""
+    """Values differ between iterations and starts: the last, the least, the median or the largest is shown."""
     records = [
         record(
             i,
@@ -311,7 +311,7 @@ FORGED: list[tuple[str, Any]] = [
 
 @for_each(("key", "value"), FORGED)
 def test_a_forged_log_has_a_report_without_the_line(key: str, value: Any, tmp_path: Path) -> None:
-    """Or with it, where the value is of no account. The page says which lines were left out."""
+    """Or with it, where the value is of no account. The page names the lines that were left out."""
     name = key.removeprefix("start ")
     records, start = [record(i, pause_seconds={"save": 1.0}, at=1000.0 + i) for i in (1, 2, 3)], dict(START)
     (records[1] if name == key else start).update({name: value})

@@ -220,7 +220,7 @@ def filled(root: Path, files: tuple[str, ...]) -> Path:
 def test_checkpoints_of_other_systems_are_named_and_never_written_among(
     files: tuple[str, ...], name: str, tmp_path: Path
 ) -> None:
-    """As --load and --save, which is the command that resumes; as each alone; for exports; and for copies."""
+    """The folder is both --load and --save, as of a command that resumes; each alone; of exports; of copies."""
     theirs, new = filled(tmp_path / "theirs", files), tmp_path / "new"
     before = contents(theirs)
     for options in ({"load": theirs, "save": theirs}, {"load": theirs}, {"load": theirs, "save": new}):
@@ -247,7 +247,7 @@ def test_a_hugging_face_folder_is_loaded_and_never_saved_into(tmp_path: Path) ->
 
 
 def test_files_of_other_systems_among_our_checkpoints(tmp_path: Path) -> None:
-    """A run goes on there, unless a save would replace one of theirs. A file may be named instead of its folder."""
+    """A run continues there, unless a save would replace one of theirs. A file may be named instead of its folder."""
     mine = save(tmp_path / "ours", 8)
     filled(tmp_path / "ours", ("best.pt", "global_step10/mp_rank_00_model_states.pt"))
     assert find_checkpoint(config(load=mine.parent, save=mine.parent)) == mine
@@ -280,7 +280,7 @@ def test_a_latest_that_is_a_link_means_its_target(tmp_path: Path) -> None:
     save(ours, 9)  # replaces the link, and not its target
     assert (ours / "latest").read_text() == "iter_0000009\n" and (ours / "iter_0000004").is_dir()
     (ours / "latest").unlink()
-    (ours / "latest").symlink_to(ours / "iter_0000006")  # a target that is gone: what is before it
+    (ours / "latest").symlink_to(ours / "iter_0000006")  # a target that is gone: the checkpoint before it
     assert find_checkpoint(config(load=ours)) == ours / "iter_0000004"
     (ours / "latest").unlink()
     (ours / "latest").symlink_to(save(tmp_path / "other", 6))

@@ -187,7 +187,7 @@ def test_the_stop_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stop_file_may_be_a_folder_or_a_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The run has ended: what cannot be deleted is a warning."""
+    """The run has ended: a folder that cannot be deleted is a warning."""
     stop, target = tmp_path / "stop", tmp_path / "target"
     wishes = Wishes(stop_file=stop)
     target.touch()
