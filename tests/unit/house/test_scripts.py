@@ -88,10 +88,20 @@ if [ -n "$SAVES_AT" ]; then echo iter_7 >"$SAVES_IN/latest"; touch -d @"$SAVES_A
 exit 75
 """
 
+# A requeue ends the script and its children, this one perhaps before it answers; the script waits for that.
+REQUEUES = """\
+#!/bin/bash
+if [ "$1" != show ]; then
+  (trap "" TERM; for _ in {1..30}; do sleep 0.1; kill -TERM 0; done) >/dev/null 2>&1 &
+  kill -TERM $PPID
+fi
+echo node1
+"""
+
 
 def test_a_job_is_requeued_if_the_run_saved_wherever_its_save_folder_comes_from(tmp_path: Path) -> None:
     """It may be in a preset, Hugging Face's flag, or --save=DIR; a later start resumes there. SLURM has stand-ins."""
-    programs = {"srun": BEGINS_AND_SAVES, "scontrol": '#!/bin/bash\n[ "$1" = show ] || kill -TERM $PPID\necho node1\n'}
+    programs = {"srun": BEGINS_AND_SAVES, "scontrol": REQUEUES}
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -100,7 +110,7 @@ def test_a_job_is_requeued_if_the_run_saved_wherever_its_save_folder_comes_from(
     def start(restarts: int, saves_at: str, *flags: str, knows: bool = True, job: str = "7") -> str:
         job_env = {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restarts), "SAVES_AT": saves_at}
         job_env["SAVES_IN"] = str(tmp_path / "s") if knows else ""
-        command = ["timeout", "10", "bash", ROOT / "scripts" / "slurm" / "pretrain.sbatch", "--log-dir", "l", *flags]
+        command = ["timeout", "60", "bash", ROOT / "scripts" / "slurm" / "pretrain.sbatch", "--log-dir", "l", *flags]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env | job_env)
         return done.stdout + done.stderr
 
