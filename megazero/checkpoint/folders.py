@@ -26,7 +26,7 @@ from pathlib import Path
 
 from megazero.checkpoint.locking import PARTIAL, check_owner, owned
 from megazero.checkpoint.manifest import MANIFEST, RESTORE, Damaged, missing_part, read_manifest, unchecked_state
-from megazero.checkpoint.others import other_system, refuse_other
+from megazero.checkpoint.others import HUGGING_FACE, other_system, refuse_other
 from megazero.files import CHECKPOINT_NAME, UNIQUE, read_regular, replacing, sync_folder
 from megazero.log import log
 from megazero.world import this_generation
@@ -156,8 +156,10 @@ def _refuse_other_name(load: Path) -> None:
         )
 
 
-def refuse_to_mix(flag: str, root: Path) -> None:
+def refuse_to_mix(flag: str, root: Path, exports: bool = False) -> None:
     """Refuse to save among files of another system. Where our checkpoints are too, only equal names are refused.
+
+    exports: a run writes Hugging Face folders here, which are accepted.
 
     Raises:
         ValueError: it holds some; or `latest` is another system's, or `root` is a checkpoint.
@@ -165,7 +167,8 @@ def refuse_to_mix(flag: str, root: Path) -> None:
     folders = checkpoints(root)
     theirs = [folder for folder in folders if not (folder / MANIFEST).exists()]
     for folder in theirs if _ours(folders) else [root, *theirs]:
-        if (other := other_system(folder)) is not None:
+        other = other_system(folder)
+        if other is not None and not (exports and folder in theirs and other.kind is HUGGING_FACE):
             place = os.path.relpath(folder / other.path, root)
             raise ValueError(
                 f"{flag} {root} has {other.kind.name} ({place}), and no run saves among the files of another system; "
