@@ -81,7 +81,8 @@ def read_world() -> World:
         world = World(number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK", 0), "torchrun")
     elif "SLURM_STEP_NUM_TASKS" in env and number("SLURM_STEP_NUM_TASKS") > 1:  # a batch shell has SLURM_NTASKS too
         world = World(number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS"), number("SLURM_LOCALID"), "srun")
-        if "SLURM_PTY_PORT" in env:
+        # A step that is started in an interactive one has this variable too, and its standard input is no terminal.
+        if "SLURM_PTY_PORT" in env and os.isatty(0):
             raise ValueError(
                 f"this process belongs to an interactive step of {world.size} tasks (srun --pty), and would wait for "
                 "the others; to train with one process, unset SLURM_STEP_NUM_TASKS; else leave --pty out"

@@ -36,8 +36,9 @@ REPLACED = ".replaced"
 MAX_LATEST_BYTES = 256
 
 _NAME = CHECKPOINT_NAME
-# Of a save or a retired folder, or of a file or an export; `..iter_N.partial.partial` is of an earlier version.
-_LEFTOVER = re.compile(rf"\.\.?iter_\d{{7,}}(\.\d+)?(\.old)?(\.partial){{1,2}}|\..+\.partial{UNIQUE}")
+# Of a save, an export or a retired folder; `..iter_N.partial.partial` is of an earlier version.
+_LEFTOVER = re.compile(rf"\.\.?iter_\d{{7,}}(\.\d+)?(\.old)?(\.partial){{1,2}}({UNIQUE})?")
+_LEFTOVER_FILE = re.compile(rf"\..+\.partial{UNIQUE}")
 _ASIDE = re.compile(r"\.(iter_\d{7,})\.replaced")
 
 
@@ -278,8 +279,15 @@ def clear_leftovers(root: Path) -> None:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Return the partial files and folders of saves or exports; those with other names are a user's."""
-    return [path for path in root.iterdir() if _LEFTOVER.fullmatch(path.name)] if root.is_dir() else []
+    """Return the partial files and folders of saves or exports.
+
+    Those with other names are a user's; a folder may be of a command that writes it now, such as an export.
+    """
+    return [
+        path
+        for path in (root.iterdir() if root.is_dir() else ())
+        if _LEFTOVER.fullmatch(path.name) or (_LEFTOVER_FILE.fullmatch(path.name) and not path.is_dir())
+    ]
 
 
 def delete(path: Path) -> None:
