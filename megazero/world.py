@@ -111,7 +111,7 @@ def read_world() -> World:
 
 def _refuse_other_launchers() -> None:
     """Refuse several processes of mpirun or another launcher, because each would train alone."""
-    sizes = {name: number(name) for name in MPI_SIZES if name in os.environ}
+    sizes = {name: number(name) for name in MPI_SIZES if os.environ.get(name)}
     alone = "to train with one process, unset "
     for name in (name for name, size in sizes.items() if size > 1):
         raise ValueError(
