@@ -137,7 +137,7 @@ exit 75
 def test_ranks_that_have_not_begun_are_not_signalled_until_they_have(tmp_path: Path) -> None:
     """USR1 would end them without a word. The job belongs to an array. Stand-ins for SLURM."""
     programs = {"srun": BEGINS_LATE, "scontrol": "#!/bin/bash\necho node1\n"}
-    programs |= {"scancel": '#!/bin/bash\ntest -e l/ranks/5_3/begun && echo "$1" >signalled\n'}
+    programs |= {"scancel": '#!/bin/bash\ntest -e l/ranks/5_3/begun && echo "$1" >said && mv said signalled\n'}
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
