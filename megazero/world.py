@@ -81,7 +81,8 @@ def read_world() -> World:
         world = World(number("RANK"), number("WORLD_SIZE"), number("LOCAL_RANK", 0), "torchrun")
     elif "SLURM_STEP_NUM_TASKS" in env and number("SLURM_STEP_NUM_TASKS") > 1:  # a batch shell has SLURM_NTASKS too
         world = World(number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS"), number("SLURM_LOCALID"), "srun")
-        if "SLURM_PTY_PORT" in env:
+        # A step that is started in an interactive one has this variable too, and its standard input is no terminal.
+        if "SLURM_PTY_PORT" in env and os.isatty(0):
             raise ValueError(
                 f"this process belongs to an interactive step of {world.size} tasks (srun --pty), and would wait for "
                 "the others; to train with one process, unset SLURM_STEP_NUM_TASKS; else leave --pty out"
@@ -110,7 +111,7 @@ def read_world() -> World:
 
 def _refuse_other_launchers() -> None:
     """Refuse several processes of mpirun or another launcher, because each would train alone."""
-    sizes = {name: number(name) for name in MPI_SIZES if name in os.environ}
+    sizes = {name: number(name) for name in MPI_SIZES if os.environ.get(name)}
     alone = "to train with one process, unset "
     for name in (name for name, size in sizes.items() if size > 1):
         raise ValueError(

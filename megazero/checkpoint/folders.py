@@ -26,7 +26,7 @@ from pathlib import Path
 
 from megazero.checkpoint.locking import PARTIAL, check_owner, owned
 from megazero.checkpoint.manifest import MANIFEST, RESTORE, Damaged, missing_part, read_manifest, unchecked_state
-from megazero.checkpoint.others import other_system, refuse_other
+from megazero.checkpoint.others import HUGGING_FACE, other_system, refuse_other
 from megazero.files import CHECKPOINT_NAME, UNIQUE, read_regular, replacing, sync_folder
 from megazero.log import log
 from megazero.world import this_generation
@@ -36,8 +36,9 @@ REPLACED = ".replaced"
 MAX_LATEST_BYTES = 256
 
 _NAME = CHECKPOINT_NAME
-# Of a save or a retired folder, or of a file or an export; `..iter_N.partial.partial` is of an earlier version.
-_LEFTOVER = re.compile(rf"\.\.?iter_\d{{7,}}(\.\d+)?(\.old)?(\.partial){{1,2}}|\..+\.partial{UNIQUE}")
+# Of a save, an export or a retired folder; `..iter_N.partial.partial` is of an earlier version.
+_LEFTOVER = re.compile(rf"\.\.?iter_\d{{7,}}(\.\d+)?(\.old)?(\.partial){{1,2}}({UNIQUE})?")
+_LEFTOVER_FILE = re.compile(rf"\..+\.partial{UNIQUE}")
 _ASIDE = re.compile(r"\.(iter_\d{7,})\.replaced")
 
 
@@ -156,8 +157,10 @@ def _refuse_other_name(load: Path) -> None:
         )
 
 
-def refuse_to_mix(flag: str, root: Path) -> None:
+def refuse_to_mix(flag: str, root: Path, exports: bool = False) -> None:
     """Refuse to save among files of another system. Where our checkpoints are too, only equal names are refused.
+
+    exports: a run writes Hugging Face folders here, which are accepted.
 
     Raises:
         ValueError: it holds some; or `latest` is another system's, or `root` is a checkpoint.
@@ -165,7 +168,8 @@ def refuse_to_mix(flag: str, root: Path) -> None:
     folders = checkpoints(root)
     theirs = [folder for folder in folders if not (folder / MANIFEST).exists()]
     for folder in theirs if _ours(folders) else [root, *theirs]:
-        if (other := other_system(folder)) is not None:
+        other = other_system(folder)
+        if other is not None and not (exports and folder in theirs and other.kind is HUGGING_FACE):
             place = os.path.relpath(folder / other.path, root)
             raise ValueError(
                 f"{flag} {root} has {other.kind.name} ({place}), and no run saves among the files of another system; "
@@ -275,8 +279,15 @@ def clear_leftovers(root: Path) -> None:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Return the partial files and folders of saves or exports; those with other names are a user's."""
-    return [path for path in root.iterdir() if _LEFTOVER.fullmatch(path.name)] if root.is_dir() else []
+    """Return the partial files and folders of saves or exports.
+
+    Those with other names are a user's; a folder may be of a command that writes it now, such as an export.
+    """
+    return [
+        path
+        for path in (root.iterdir() if root.is_dir() else ())
+        if _LEFTOVER.fullmatch(path.name) or (_LEFTOVER_FILE.fullmatch(path.name) and not path.is_dir())
+    ]
 
 
 def delete(path: Path) -> None:

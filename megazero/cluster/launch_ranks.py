@@ -39,6 +39,7 @@ def launch_ranks(log_dir: Path, wait_minutes: str, arguments: list[str]) -> int:
         if logger.handlers:
             logger.handlers = [file]
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(8)}"
+    given = BEGUN in os.environ  # by pretrain.sbatch, which reads the file at the end
     begun = Path(os.environ.setdefault(BEGUN, str(log_dir / f"{name}.begun")))
     try:
         if wait_minutes:
@@ -64,7 +65,8 @@ def launch_ranks(log_dir: Path, wait_minutes: str, arguments: list[str]) -> int:
         print(f"{program_name('scripts/launch.sh')}: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
     finally:
-        begun.unlink(missing_ok=True)
+        if not given:
+            begun.unlink(missing_ok=True)
     return 0
 
 

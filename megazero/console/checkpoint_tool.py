@@ -194,8 +194,10 @@ def list_checkpoints(options: List) -> int:
         saved = datetime.datetime.fromtimestamp(max((f.st_mtime for f in files), default=0)).isoformat(" ", "seconds")
         try:
             kind = "" if checkpoint.find(path) else "?"
-        except ValueError as error:
+        except checkpoint.Damaged as error:
             kind = f"NOT WHOLE: {str(error).split(': ', 1)[-1]}"
+        except ValueError as error:  # it has another name, or is of another system
+            kind = f"NOT LOADED: it {str(error).removeprefix(f'--load {path} ')}"
         kind += "not sound: skipped iterations before it" if not kind and state.get("sound") is False else ""
         kind += " <- a resume starts here" if path == chosen else ""
         samples = state.get("consumed_samples", "?")

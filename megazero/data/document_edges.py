@@ -3,6 +3,7 @@
 A corpus of other programs has no PREFIX.json, and that of an earlier version may name another end.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple
 from megazero.data.indexed import IndexedDataset
 from megazero.data.tokenizer import Tokenizer
 
-DOCUMENTS = 64  # sampled of a corpus, evenly spaced
+DOCUMENTS, LEAST = 64, 8  # sampled of a corpus, evenly spaced: at most; of a blend of thousands
+READ = 1 << 14  # documents of all corpora, if these are not too many: reads of a slow disk
 TOKENS = 1 << 24  # of all samples that are searched at most: some hundredths of a second
 SHOWN = 3  # corpora with a sentence each
 
@@ -32,9 +34,13 @@ class Edges(NamedTuple):
     usual_end: int
 
 
-def read_edges(data: IndexedDataset, bos: Sequence[int], eod: int | None, limit: int = TOKENS) -> Edges:
-    """Read a sample of documents, and search `limit` of their tokens; without an `eod`, read their first ones alone."""
-    count = min(DOCUMENTS, data.num_documents)
+def read_edges(data: IndexedDataset, bos: Sequence[int], eod: int | None, corpora: int) -> Edges:
+    """Read a sample of documents, and search their tokens; without an `eod`, read their first ones alone.
+
+    corpora: among which reads and `TOKENS` are shared out.
+    """
+    count = min(DOCUMENTS, max(LEAST, READ // corpora), data.num_documents)
+    limit = TOKENS // corpora
     sampled, begun, holds, ends = 0, 0, False, Counter[int]()
     for number in range(count):
         start, stop = data.span(number * (data.num_documents - 1) // max(1, count - 1))
@@ -66,25 +72,26 @@ def check_edges(
     """
     bos, eod = tokenizer.own_bos or tokenizer.bos, tokenizer.eod if flags else None
     name, given = f"--tokenizer {tokenizer.spec}", " ".join(flags)
+    shown = functools.cache(tokenizer.shown)  # which makes a table of the vocabulary
     begins, ends, others = list[str](), list[str](), list[str]()
     for data, about in zip(corpora, abouts, strict=True):
         if (known := about.get("eod")) is not None and known not in tokenizer.ends:
             others.append(
-                f"documents of --data-path {data.prefix} end with {tokenizer.shown(known)}, and {name} has another end "
+                f"documents of --data-path {data.prefix} end with {shown(known)}, and {name} has another end "
                 "of a document; preprocess them again"
             )
         if not (bos or flags):
             continue
-        edges = read_edges(data, bos, eod, TOKENS // len(corpora))
+        edges = read_edges(data, bos, eod, len(corpora))
         of = f"{edges.sampled} sampled documents of --data-path {data.prefix}"
         if bos and edges.begun < edges.sampled:
             begins.append(
-                f"{edges.sampled - edges.begun} of {of} do not begin with {tokenizer.shown(*bos)}, which "
+                f"{edges.sampled - edges.begun} of {of} do not begin with {shown(*bos)}, which "
                 f"{name} puts before a text; if the model was trained with it, preprocess them with --prepend-bos"
             )
         if eod is None or edges.ended == edges.sampled:
             continue
-        end, usual = tokenizer.shown(eod), tokenizer.shown(edges.usual_end)
+        end, usual = shown(eod), shown(edges.usual_end)
         if not edges.holds_end:
             raise ValueError(
                 f"{given}: none of {of} has the end-of-document token {end} of {name}; most end with {usual}; "
@@ -95,7 +102,7 @@ def check_edges(
             f"{given} {'have' if len(flags) > 1 else 'has'} no effect"
         )
     if tokenizer.bos and not begins:
-        begins.append(f"texts begin with {tokenizer.shown(*tokenizer.bos)}")
+        begins.append(f"texts begin with {shown(*tokenizer.bos)}")
     return tuple(note for notes in (others, begins, ends) for note in _few(notes))
 
 

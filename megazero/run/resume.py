@@ -172,7 +172,7 @@ def _guard_save(options: CheckpointConfig, path: Path | None) -> None:
     folders = {"save": save, "save-hf": options.save_hf, "memory-checkpoint-dir": options.memory_checkpoint_dir}
     for flag, folder in folders.items():
         if folder:
-            refuse_to_mix(f"--{flag}", Path(folder))
+            refuse_to_mix(f"--{flag}", Path(folder), exports=flag == "save-hf")
     existing = checkpoint.checkpoints(Path(save)) if save else []
     resumes = path is not None and path.parent.resolve() == Path(save).resolve() and not finetune
     if not existing or resumes:

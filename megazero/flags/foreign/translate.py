@@ -1,6 +1,5 @@
 """Translate a command line that has flags of other systems into ours, and report the translations."""
 
-import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from megazero.flags.foreign.flag_table import DEEPSPEED_FILE, FLAGS, find_entry,
 from megazero.flags.foreign.value_conversions import CONVERSIONS, ORDER, hint
 from megazero.flags.foreign.values import spell, translate_value
 from megazero.flags.limit_checks import check_text, shorten
+from megazero.units import did_you_mean
 
 OWN_WORDS = ("preset", "hf-config", "help")  # flags of the parser, not of the configuration
 QUOTED = re.compile(r"^\s*(['\"])([\w\s.,:+*()\[\]-]*)\1\s*$")
@@ -227,10 +227,10 @@ def _own(item: Item) -> list[Item]:
 def _unknown(item: Item) -> Answer:
     if item.name.startswith("file."):
         known = [entry.name for entry in read_table(DEEPSPEED_FILE) if "*" not in entry.name]
-        meant = difflib.get_close_matches(item.spelled, known, n=1, cutoff=0.9)
+        meant = did_you_mean(item.spelled, known, cutoff=0.9)
         if is_off(item.values[0]) and not meant:
             return Answer(item, ())
-        instead = f", or did you mean {meant[0]}?" if meant else ""
+        instead = f", or {meant}" if meant else ""
         return Answer(item, (), f"it has no equal here; drop it{instead}")
     close = hint(item.name, (entry for table in FLAGS for entry in read_table(table) if "*" not in entry.name))
     found = f"Perhaps you meant: {close}" if close else "--help-all lists ours, docs/results/flags.md others"

@@ -15,7 +15,6 @@ from megazero.flags.config import MOST_MINUTES
 from megazero.flags.corpus_flags import is_number
 from megazero.flags.flag_names import flags
 from megazero.flags.foreign.flag import (
-    FALSE,
     TRUE,
     ForeignFlag,
     Overridden,
@@ -96,7 +95,7 @@ def unneeded(flag: ForeignFlag) -> list[str]:
 
 
 def refused(flag: ForeignFlag) -> list[str]:
-    if len(flag.values) == 1 and (flag.value.lower() in FALSE[:3] or flag.is_off()):
+    if len(flag.values) == 1 and flag.is_off():
         return []
     raise Refused(flag.argument)
 

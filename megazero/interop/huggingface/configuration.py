@@ -14,7 +14,6 @@ The rest is refused. So a row needs no list of the keys that it does not support
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +26,7 @@ from megazero.interop.huggingface.model_types import HuggingFaceModel
 from megazero.interop.huggingface.trial import ignored_keys
 from megazero.interop.huggingface.weight_conversions import usual_head_dim
 from megazero.optional import load_optional
+from megazero.units import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -246,8 +246,8 @@ def _unread(model_class: str, keys: Mapping[str, Any], whole: PreTrainedConfig, 
         return {}
     plain = vars(parser()).keys() | ROPE_KEYS
     for name in faults.keys() - plain:
-        if near := difflib.get_close_matches(name, plain, 1, NEAR):
-            _refuse({name: keys.get(name)}, f"did you mean {near[0]}? transformers ignores a key that it does not know")
+        if near := did_you_mean(name, plain, NEAR):
+            _refuse({name: keys.get(name)}, f"{near} transformers ignores a key that it does not know")
     values = {name: keys.get(name, getattr(whole, name, None)) for name in faults}
     try:
         ignored = ignored_keys(model_class, whole, parsed, faults)

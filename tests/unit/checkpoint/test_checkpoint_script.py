@@ -72,6 +72,9 @@ def test_list_verify_and_show(tmp_path: Path) -> None:
     listed = script("list", tmp_path)  # a job's script must see that there is nothing to resume from
     assert listed.returncode == 1 and len(listed.stdout.splitlines()) == 3 and listed.stdout.count("NOT WHOLE") == 2
     assert str(tmp_path) in listed.stderr and "<- a resume" not in listed.stdout
+    named = save(tmp_path / "copy", 3).rename(tmp_path / "copy" / "best")  # whole, but no run loads it by this name
+    listed = script("list", named)
+    assert listed.returncode == 1 and "NOT LOADED: it is a checkpoint of iteration 3" in listed.stdout
     refused = script("list", tmp_path / "nothing")
     assert refused.returncode == 1 and refused.stderr.startswith("error: ") and "holds no checkpoint" in refused.stderr
     theirs = tmp_path / "theirs" / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt"

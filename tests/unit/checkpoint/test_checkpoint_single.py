@@ -387,8 +387,10 @@ def test_leftovers_of_a_crash_are_cleared(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 100, model(1), {})
     assert sorted(os.listdir(tmp_path)) == ["iter_0000100", "latest"]
     assert sorted(os.listdir(path)) == ["manifest.json", "rank_00000.safetensors", "state.json"]
-    ours = [".iter_0000100.2.partial", ".iter_0000100.old.partial", ".latest.partial-0123456789ab"]
+    (tmp_path / ".latest.partial-0123456789ab").write_bytes(b"")
+    ours = [".iter_0000100.2.partial", ".iter_0000100.old.partial", ".iter_0000100.partial-0123456789ab"]
     theirs = [".iter_best.partial", ".notes.partial-old", ".iter_0000100.partial.bak", "iter_0000100.partial"]
+    theirs += [".hf.partial-0123456789ab"]  # an export into this folder, while the run saves
     for name in (*ours, *theirs):
         (tmp_path / name).mkdir()
     checkpoint.save(tmp_path, 200, model(1), {})

@@ -83,6 +83,8 @@ def test_torch_knows_the_variable() -> None:
         ("SLURM_STEP_NUM_TASKS=3 SLURM_PROCID=2 SLURM_LOCALID=0 MASTER_ADDR=a MASTER_PORT=29500", 2, 3),
         ("SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0", 0, 1),
         ("SLURM_STEP_NUM_TASKS=1 SLURM_PTY_PORT=3", 0, 1),
+        # srun in a shell of srun --pty, whose variables it inherits
+        ("SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_PTY_PORT=3 MASTER_ADDR=a MASTER_PORT=1", 1, 2),
         (
             "RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=a MASTER_PORT=1 OMPI_COMM_WORLD_SIZE=9",
             1,
@@ -93,6 +95,7 @@ def test_torch_knows_the_variable() -> None:
 )
 def test_ranks_are_read(env: str, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     set_env(monkeypatch, env)
+    monkeypatch.setattr(os, "isatty", lambda handle: False)
     world = read_world()
     assert (world.rank, world.size) == (rank, size)
 
@@ -154,6 +157,7 @@ def test_ranks_are_read(env: str, rank: int, size: int, monkeypatch: pytest.Monk
 )
 def test_a_senseless_launch_is_refused(env: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     set_env(monkeypatch, env)
+    monkeypatch.setattr(os, "isatty", lambda handle: True)
     with pytest.raises(ValueError) as refused:
         read_world()
     for word in words:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from megazero.data.corpora import open_datasets
+from megazero.data.document_edges import check_edges
+from megazero.data.indexed import IndexedDataset
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.table import for_each
 from tests.unit.data_helpers import write_byte_tokenizer, write_corpus
@@ -78,3 +80,18 @@ def test_another_end_in_the_description_is_reported(tmp_path: Path) -> None:
     assert notes(tmp_path, [[[1, 2, EOS]]], eod=EOS) == []
     (found,) = notes(tmp_path / "other", [[[1, 2, TAG]]], eod=TAG)
     assert found.startswith("documents of --data-path c0 end with '</s>' (258), and --tokenizer t has another end")
+
+
+def test_a_blend_of_thousands_is_not_read_for_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = write_byte_tokenizer(tmp_path / "t", ["<bos>"], begins=["<bos>"])
+    tokenizer, data = load_tokenizer(str(theirs)), IndexedDataset(write_corpus(tmp_path / "c", [[1, 2]] * 100))
+    calls: list[str] = []
+
+    def counted(original: Any) -> Any:
+        return lambda *given: calls.append(original.__name__) or original(*given)
+
+    for kind, name in ((IndexedDataset, "tokens"), (type(tokenizer), "vocabulary")):
+        monkeypatch.setattr(kind, name, counted(getattr(kind, name)))
+    found = check_edges([data] * 4000, [{}] * 4000, tokenizer, ())
+    assert len(found) == 4 and found[0].startswith("8 of 8 sampled documents")
+    assert (calls.count("tokens"), calls.count("vocabulary")) == (8 * 4000, 1)

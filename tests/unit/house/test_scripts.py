@@ -88,20 +88,10 @@ if [ -n "$SAVES_AT" ]; then echo iter_7 >"$SAVES_IN/latest"; touch -d @"$SAVES_A
 exit 75
 """
 
-# A requeue ends the script and its children, this one perhaps before it answers; the script waits for that.
-REQUEUES = """\
-#!/bin/bash
-if [ "$1" != show ]; then
-  (trap "" TERM; for _ in {1..30}; do sleep 0.1; kill -TERM 0; done) >/dev/null 2>&1 &
-  kill -TERM $PPID
-fi
-echo node1
-"""
-
 
 def test_a_job_is_requeued_if_the_run_saved_wherever_its_save_folder_comes_from(tmp_path: Path) -> None:
     """It may be in a preset, Hugging Face's flag, or --save=DIR; a later start resumes there. SLURM has stand-ins."""
-    programs = {"srun": BEGINS_AND_SAVES, "scontrol": REQUEUES}
+    programs = {"srun": BEGINS_AND_SAVES, "scontrol": '#!/bin/bash\n[ "$1" = show ] || kill -TERM $PPID\necho node1\n'}
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -110,9 +100,15 @@ def test_a_job_is_requeued_if_the_run_saved_wherever_its_save_folder_comes_from(
     def start(restarts: int, saves_at: str, *flags: str, knows: bool = True, job: str = "7") -> str:
         job_env = {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restarts), "SAVES_AT": saves_at}
         job_env["SAVES_IN"] = str(tmp_path / "s") if knows else ""
-        command = ["timeout", "60", "bash", ROOT / "scripts" / "slurm" / "pretrain.sbatch", "--log-dir", "l", *flags]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env | job_env)
-        return done.stdout + done.stderr
+        command = ["bash", ROOT / "scripts" / "slurm" / "pretrain.sbatch", "--log-dir", "l", *flags]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+        said = ""
+        with subprocess.Popen(command, cwd=tmp_path, env=env | job_env, text=True, **pipes) as job:
+            for line in job.stdout:
+                said += line
+                if line.startswith("requeued"):  # then the script waits for SLURM to end it
+                    os.killpg(job.pid, signal.SIGKILL)
+        return said
 
     (tmp_path / "s").mkdir()
     assert "not requeued: nothing was saved since the start" in start(0, "", "--preset", "p.toml")
@@ -141,7 +137,7 @@ exit 75
 def test_ranks_that_have_not_begun_are_not_signalled_until_they_have(tmp_path: Path) -> None:
     """USR1 would end them without a word. The job belongs to an array. Stand-ins for SLURM."""
     programs = {"srun": BEGINS_LATE, "scontrol": "#!/bin/bash\necho node1\n"}
-    programs |= {"scancel": '#!/bin/bash\ntest -e l/ranks/5_3/begun && echo "$1" >signalled\n'}
+    programs |= {"scancel": '#!/bin/bash\ntest -e l/ranks/5_3/begun && echo "$1" >said && mv said signalled\n'}
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

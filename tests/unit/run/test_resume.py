@@ -242,6 +242,10 @@ def test_a_hugging_face_folder_is_loaded_and_never_saved_into(tmp_path: Path) ->
     exports = filled(tmp_path / "exports", ("iter_0000100/config.json={}", "iter_0000100/model.safetensors"))
     with pytest.raises(ValueError, match=r"--save .*exports has a Hugging Face model \(iter_0000100/config.json\)"):
         find_checkpoint(config(save=exports))
+    mine = save(tmp_path / "ours", 100)
+    assert find_checkpoint(config(load=mine.parent, save=mine.parent, save_hf=exports)) == mine
+    with pytest.raises(ValueError, match=r"--save-hf .*theirs has a Hugging Face model \(config.json\)"):
+        find_checkpoint(config(load=mine.parent, save=mine.parent, save_hf=theirs))
     with pytest.raises(ValueError, match=r"iter_0000100: it is a Hugging Face model"):
         find_checkpoint(config(load=exports))
 
