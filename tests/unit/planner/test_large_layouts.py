@@ -253,10 +253,10 @@ def test_devices_without_a_switch_have_one_link_to_each_other() -> None:
 def test_messages_between_stages_share_a_nodes_cards() -> None:
     """H100: 8 devices a node. Stages of 16 ranks leave a node with 8 messages at once, of 2 ranks with 2."""
     device = load_device("h100-80gb")
-    for layout, nodes in ((Layout(pp=4, dp=16), 8), (Layout(pp=16, dp=2), 2)):
+    for layout, nodes in ((Layout(pp=4, dp=16), 8), (Layout(pp=16, dp=2), 2), (Layout(pp=4, cp=2, tp=2), 4)):
         network = Network(device, layout)
         (between, latency), each = network.between, device.devices_per_node
-        leaving = each // (layout.dp * layout.tp) or 1  # the first message that crosses: stage 3 to 4, or 0 to 1
+        leaving = each // nodes  # the first message that crosses: stage 3 to 4, or 0 to 1
         sender = leaving - 1
         assert network.message(1e9, sender, sender + 1) == pytest.approx(
             latency + 1e9 / min(network.inside[0], between / nodes)

@@ -610,7 +610,7 @@ def on_nodes(options: str, each: int, cpus: int) -> str:
 )
 def test_the_command_of_a_search_starts_the_ranks_that_were_planned(device: str, world: int, starts: str) -> None:
     """Nodes x tasks of a node are all ranks: on nodes of 8, and on hosts of 4 in NVLink domains of 72."""
-    argv = f"{SMALL} --plan-search --world-size {world} --device-type {device} --global-batch-size 120".split()
+    argv = f"{SMALL} --plan-search --world-size={world} --global-batch-size 120 --device_type {device}".split()
     config = parse(argv)
     plan = make_plan(*plan_config(config))
     assert plan.layout.world_size == world
