@@ -262,8 +262,10 @@ def test_which_numbers_stand_on_a_page(tmp_path: Path) -> None:
         records[i - 1] |= {"validation_loss": validation, "task_acc": {"t": accuracy}, "task_items": {"t": 10 * i}}
         records[i - 1] |= {"samples": [{"prompt": "p", "text": f"sample {i}"}], "moe_choices": {"0": [i, 9]}}
     again = START | {"iteration": 2, "parameters": 2_000_000, "active_parameters": 500_000, "bytes_per_token": 2.0}
+    again |= {"time": "2026-11-22 11:00:00 UTC"}
+    earlier = [START | {"stage": 2, "time": "of a stage"}, START | {"iteration": 1, "time": "2026-11-22 09:00:00 UTC"}]
     again |= {"config": START["config"] | {"training": {"train_iters": 9}}, "environment": {"torch": "2.14.0"}}
-    folder = write_run(tmp_path / "run", records, [START, again])
+    folder = write_run(tmp_path / "run", records, [START, *earlier, again])
     assert dict(cards(read_run(folder))) == {
         "iterations": "5 of 9",
         "time left, without evaluation and saving": "0:12",
@@ -283,6 +285,7 @@ def test_which_numbers_stand_on_a_page(tmp_path: Path) -> None:
         "iterations without an update": "2",
     }
     _, shown = report_of(folder)
+    assert "Started 2026-11-22 08:00:00 UTC; resumed 2 times, last 2026-11-22 11:00:00 UTC; its end" in shown.text
     for words in ("parameters 5.00 kB", "peak of all at one instant 6.00 kB", "ZeRO 2.00 kB", "torch 2.14.0"):
         assert words in shown.text, words
     assert "After iteration 4 p sample 4" in shown.text and "sample 3" not in shown.text
