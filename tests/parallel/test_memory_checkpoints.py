@@ -20,15 +20,17 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint import AgreedFailure, MemoryCheckpoints, in_memory, manifest, tensor_file
+from megazero.checkpoint import AgreedFailure, MemoryCheckpoints, chunk_files, in_memory, manifest, tensor_file
 from megazero.checkpoint.in_memory import Held, whole
 from megazero.checkpoint.nodes import Nodes
 from megazero.checkpoint.shards import LocalShard
@@ -368,6 +370,37 @@ def test_a_copy_whose_file_has_another_length_is_not_whole(tmp_path: Path) -> No
     for content, found in ((whole_file, [4, 2]), (whole_file[:-1], [2]), (whole_file + b"x", [2]), (b"", [2])):
         file.write_bytes(content)
         assert [each.iteration for each in memory.find(None, {})] == found, len(content)
+
+
+SIZES = (500, 90, 10)  # elements of the tensor of each rank
+
+
+def keep(rank: int, save: str, memory: str) -> tuple[list[int], dict[str, bytes], bool, list[str]]:
+    """Save on three nodes, in pieces of 128 bytes; damage the files of ranks 0 and 2 on their own nodes, and load."""
+    node = mock.patch.dict(os.environ, MEGAZERO_NODE="abc"[rank])
+    with node, mock.patch.object(chunk_files, "PIECE_BYTES", 128), hearing() as said:
+        store, n = MemoryCheckpoints(memory, Path(save), dist.group.WORLD), SIZES[rank]
+        data = torch.arange(n, dtype=torch.float32) + rank
+        shard = LocalShard((n,), (0,), (n,), 0, n, data)
+        folder = store.save(4, {f"model.w{rank}": shard}, {"iteration": 4} | store.stamp(), dist.group.WORLD)
+        files = {path.name: path.read_bytes() for path in folder.glob("rank_*")}
+        if rank != 1:
+            flip(folder / f"rank_{rank:05}.safetensors")
+        found = next(store.find(None, {}))
+        loaded = replace(shard, data=torch.zeros(n))
+        store.load(found, {f"model.w{rank}": loaded})
+        return store.bytes_per_node({f"model.w{rank}": shard}), files, torch.equal(loaded.data, data), said
+
+
+def test_a_node_keeps_whole_copies_of_the_one_before(ranks: Any, tmp_path: Path) -> None:
+    """Of files of several pieces, and of any lengths; a damaged file is read from the next node."""
+    found = ranks(3).run(keep, str(tmp_path / "saved"), str(tmp_path / "memory"))
+    own = [files[f"rank_{rank:05}.safetensors"] for rank, (_, files, _, _) in enumerate(found)]
+    for rank, (planned, files, same, said) in enumerate(found):
+        assert planned == [2 * 4 * (SIZES[node] + SIZES[node - 1]) for node in range(3)]
+        assert files == {f"rank_{each:05}.safetensors": own[each] for each in (rank, (rank - 1) % 3)}
+        damaged = "rank_00000.safetensors of a-0, rank_00002.safetensors of c-0"
+        assert same and f"WARNING: iteration 4 in memory is damaged: {damaged}; trying other copies" in said
 
 
 # -- which one
