@@ -215,6 +215,19 @@ def test_the_nodes_of_copies_are_those_of_all_ranks(given: str, nodes: int) -> N
             check_memory(config, layout, rank, node)
 
 
+def test_the_way_out_leaves_a_layer_to_every_virtual_stage() -> None:
+    """pp 2 x 3 chunks: at least 6 layers, though 5 would fit."""
+    options = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved", "virtual_pipeline_stages": 3}
+    config, layout = resolved(2, options | {"num_layers": 60, "recompute": "full"})
+    for layers in (6, 5):
+        fits = resolved(2, (options if layers == 6 else {"pipeline_model_parallel_size": 2}) | {"num_layers": layers})
+        free = max(estimated(*fits, stage, "cuda").total for stage in range(2))
+        with pytest.raises(ValueError) as refusal:
+            check_memory(config, layout, 0, Machine(range(2), "cuda", Available(free, "free on its GPU"), None))
+        named = re.search(r"at most --num-layers (\d+)", str(refusal.value))
+        assert bool(named) == (layers == 6) and (named is None or int(named[1]) >= 6), refusal.value
+
+
 @for_each(
     ("world_size", "options", "share", "expected"),
     [
