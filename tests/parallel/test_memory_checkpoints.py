@@ -30,6 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megazero import checkpoint
 from megazero.checkpoint import AgreedFailure, MemoryCheckpoints, chunk_files, in_memory, manifest, tensor_file
 from megazero.checkpoint.in_memory import Held, whole
 from megazero.checkpoint.nodes import Nodes
@@ -406,6 +407,21 @@ def test_a_node_keeps_whole_copies_of_the_one_before(ranks: Any, tmp_path: Path)
 # -- which one
 
 
+def test_a_copy_is_newer_by_its_save_and_by_its_iteration(tmp_path: Path) -> None:
+    """Iteration 8 was copied before a run went back to 4: the disk's 6, saved since then, is the newer one."""
+    saved, shards = tmp_path / "saved", {"model.w": LocalShard((3,), (0,), (3,), 0, 3, torch.ones(3))}
+    memory = MemoryCheckpoints(str(tmp_path / "memory"), saved, None)
+    memory.save(8, shards, {"iteration": 8} | memory.stamp())
+    assert [each.iteration for each in memory.find(None, {})] == [8]
+    disk = checkpoint.save(saved, 6, shards, {"iteration": 6})
+    assert [each.iteration for each in memory.find(disk, {})] == []
+    again = MemoryCheckpoints(str(tmp_path / "memory"), saved, None)  # of a start after that save
+    again.save(5, shards, {"iteration": 5} | again.stamp())
+    assert [each.iteration for each in again.find(disk, {})] == []
+    again.save(7, shards, {"iteration": 7} | again.stamp())
+    assert [(each.iteration, each.disk) for each in again.find(disk, {})] == [(7, 6)]
+
+
 @pytest.mark.second
 def test_an_explicit_checkpoint_is_loaded(runs: Runs) -> None:
     """The run goes back to iteration 3: its 4 in memory is abandoned."""
@@ -594,6 +610,10 @@ def test_too_little_memory_is_announced(runs: Runs, monkeypatch: pytest.MonkeyPa
         memory.announce({"w": shard})
     assert said[0].startswith("WARNING: checkpoints in memory take at most 320 bytes of node ")
     assert "; 159 bytes are free for them in " in said[0] and "copies will fail" in said[0]
+    with hearing() as said:  # those of an earlier start, which are replaced
+        (memory.folder / "old").write_bytes(bytes(161))
+        memory.announce({"w": shard})
+    assert not said[0].startswith("WARNING") and "; 320 bytes are free for them in " in said[0]
 
 
 def test_a_folder_that_cannot_be_used_is_refused(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,6 @@ def test_a_search_leaves_out_no_layout_that_fits() -> None:
             assert ClosedTerms(config, 4, just).fits(c), (more, c)
 
 
-@pytest.mark.second
 @for_each(
     "schedule, length, batches",
     [
@@ -191,7 +190,6 @@ def test_the_bound_of_memory_is_one_at_the_borders_of_a_schedule(
         assert 0.9 * peak < terms.memory(c) <= peak, (count, terms.memory(c) / peak)
 
 
-@pytest.mark.second
 @for_each(
     "length, axes",
     [
