@@ -404,6 +404,19 @@ def test_a_node_keeps_whole_copies_of_the_one_before(ranks: Any, tmp_path: Path)
         assert same and f"WARNING: iteration 4 in memory is damaged: {damaged}; trying other copies" in said
 
 
+def test_a_start_keeps_the_copy_that_it_loads_alone(tmp_path: Path) -> None:
+    """Not another one of that iteration, which a node that was lost for a while may have."""
+    memory = MemoryCheckpoints(str(tmp_path / "memory"), tmp_path / "saved", None)
+    shards = {"model.w": LocalShard((3,), (0,), (3,), 0, 3, torch.ones(3))}
+    for iteration in (2, 4):
+        memory.save(iteration, shards, {"iteration": iteration} | memory.stamp())
+    found, _ = memory.find(None, {})
+    memory.settle(found)
+    assert [each.iteration for each in memory.find(None, {})] == [4] and memory.newest == 4
+    memory.settle(found._replace(digest=found.digest ^ 1))
+    assert list(memory.find(None, {})) == []
+
+
 # -- which one
 
 

@@ -36,6 +36,9 @@ def test_pa_reports_the_bytes_that_it_saves_and_sends() -> None:
     line = partition_line(*resolved(PA))
     assert f"saves {5 * block // 2:,} bytes of this rank's memory" in line
     assert f"adds {2 * 5 * block // 2:,} bytes" in line
+    assert line.endswith(
+        f" bytes to its tp traffic of an iteration ({2 * 5 * block // 2 / rows(FULL)['tp traffic']:.1%})"
+    )
     assert line in bytes_table(*resolved(PA))
     assert partition_line(*resolved(FULL)) == ""
 
