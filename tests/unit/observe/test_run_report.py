@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from megazero.observe.loggers import MetricsFile
+from megazero.observe.report import page as pages
 from megazero.observe.report import runs as reading
 from megazero.observe.report.comparison import comparison
 from megazero.observe.report.curves import POINTS, chart_data, short_names
@@ -577,6 +578,14 @@ def test_a_report_of_experts_draws_loads_by_layer_over_the_iterations_and_by_exp
 
 @pytest.mark.second
 @pytest.mark.long
+def test_loads_of_experts_are_over_the_mean_of_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(pages, "heat_map", lambda *words, **values: drawn.update(values, words=words))
+    pages._last_loads(Run("a", (record(1, moe_choices={"1": [1, 3], "4": [30, 10]}), record(2))))
+    assert drawn["values"].tolist() == [[0.5, 1.5], [1.5, 0.5]] and drawn["columns"] == (0, 1)
+    assert drawn["words"] == ("Loads of all experts in iteration 1", "expert", ["layer 1", "layer 4"])
+
+
 def test_a_large_heat_map_keeps_the_largest_of_what_it_joins(tmp_path: Path) -> None:
     """94 layers of 256 experts over 5,000 iterations, of which one has an idle layer's peak."""
     layers = [str(number) for number in range(94)]
