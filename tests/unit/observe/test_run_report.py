@@ -576,8 +576,6 @@ def test_a_report_of_experts_draws_loads_by_layer_over_the_iterations_and_by_exp
     assert "0.1 to 0.5" not in page.text
 
 
-@pytest.mark.second
-@pytest.mark.long
 def test_loads_of_experts_are_over_the_mean_of_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: dict[str, Any] = {}
     monkeypatch.setattr(pages, "heat_map", lambda *words, **values: drawn.update(values, words=words))
@@ -586,6 +584,8 @@ def test_loads_of_experts_are_over_the_mean_of_their_layer(monkeypatch: pytest.M
     assert drawn["words"] == ("Loads of all experts in iteration 1", "expert", ["layer 1", "layer 4"])
 
 
+@pytest.mark.second
+@pytest.mark.long
 def test_a_large_heat_map_keeps_the_largest_of_what_it_joins(tmp_path: Path) -> None:
     """94 layers of 256 experts over 5,000 iterations, of which one has an idle layer's peak."""
     layers = [str(number) for number in range(94)]
