@@ -35,7 +35,7 @@ from data_tools.seen import Seen
 from data_tools.sources import Source, find_sources, partition
 from data_tools.tool import check_workers, parse, progress_bar, run_tool
 from megazero.data.writer import CorpusParts, publish
-from megazero.files import OutputFile, read_json_object
+from megazero.files import OutputFile, read_json_object, sync_folder
 from megazero.units import things, visible
 
 PROGRAM = "preprocess_data.py"
@@ -259,6 +259,7 @@ class Run:
                 os.replace(self.work.path / "skipped", f"{self.prefix}_skipped.txt")
         else:
             Path(f"{self.prefix}_skipped.txt").unlink(missing_ok=True)
+        sync_folder(self.work.path.parent)  # before the journal, by which these steps can be repeated, is gone
         self.work.remove()
         return made
 

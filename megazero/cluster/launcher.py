@@ -174,10 +174,9 @@ def _log_dir(words: list[str]) -> Path:
     """Return the last --log-dir of the program; `runs` if it is empty or missing, because ranks' logs are kept."""
     found = ""
     for word, following in pairwise([*words, ""]):
-        if word == "--log-dir":
-            found = following
-        elif word.startswith("--log-dir="):
-            found = word.partition("=")[2]
+        flag, equals, value = word.partition("=")
+        if flag.replace("_", "-") == "--log-dir":  # as the program reads it
+            found = value if equals else following
     return Path(found or "runs")
 
 

@@ -152,11 +152,12 @@ def printed(rows: Sequence[tuple[str, ...]]) -> None:
 
 
 def layout_of(state: dict[str, object]) -> str:
-    """Return `pp 2 x dp 4 x tp 1`, as far as the state has it."""
+    """Return `pp 2 x dp 4 x tp 1`, as far as the state has it; of cp, ep and expert_tp, those that divide anything."""
     layout = state.get("layout")
-    return (
-        " x ".join(f"{k} {layout[k]}" for k in ("pp", "dp", "tp") if k in layout) if isinstance(layout, dict) else "?"
-    )
+    if not isinstance(layout, dict):
+        return "?"
+    shown = {"pp": None, "dp": None, "cp": 1, "tp": None, "ep": 1, "expert_tp": 0}  # axis -> the value that is left out
+    return " x ".join(f"{k} {layout[k]}" for k, usual in shown.items() if k in layout and layout[k] != usual)
 
 
 def folders(folder: Path) -> list[Path]:

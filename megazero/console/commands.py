@@ -114,6 +114,9 @@ def run_command(words: Words | None = None) -> int:
 
             print(f"megazero {name} {missing_package(error)}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            print(f"megazero {name}: interrupted", file=sys.stderr)
+            return 130
     if name in ("--help", "-h", "help"):
         print("usage: megazero COMMAND [FLAGS]\n\nPretrain language models: one model, any layout.\n")
         print("\n".join(f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()))

@@ -22,6 +22,7 @@ from megazero.flags.config import ModelConfig
 from megazero.generation.model import InferenceModel, hidden_states
 from megazero.interop.huggingface.families import family_of
 from megazero.run.run_state import RunState, run_tokenizer
+from megazero.units import size
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import write_tokenizer
 from tests.helpers.rings import by_default
@@ -166,14 +167,17 @@ def test_a_model_of_theirs(tmp_path: Path, data) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_weights_in_16_bit_and_in_several_files(dtype: str, tied, tmp_path: Path) -> None:
+def test_weights_in_16_bit_and_in_several_files(dtype: str, tied, tmp_path: Path, capsys) -> None:
     folder, _ = tied
     output = export(folder, tmp_path / "export", dtype=dtype, max_shard_size=0.00002, tokenizer="none")
+    printed = capsys.readouterr().out
     files = sorted(path.name for path in output.glob("*.safetensors"))
     index = json.loads((output / "model.safetensors.index.json").read_text())
     assert len(files) > 1 and sorted(set(index["weight_map"].values())) == files
     weights = {name: load_file(output / file)[name] for name, file in index["weight_map"].items()}
-    assert sum(w.nbytes for w in weights.values()) == index["metadata"]["total_size"]
+    total = index["metadata"]["total_size"]
+    assert sum(w.nbytes for w in weights.values()) == total
+    assert printed == f"wrote {output}: {size(total)} of {dtype} weights, of {folder / 'iter_0000002'}\n"
     model, wanted = theirs(output), theirs(export(folder, tmp_path / "fp32")).state_dict()
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     assert model.dtype == kind

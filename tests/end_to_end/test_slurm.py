@@ -51,7 +51,7 @@ def test_ranks_meet(cluster, tmp_path, num_nodes, tasks_per_node):
     options += [f"--gpus-per-node={tasks_per_node}"]
     # The submitting shell's own ranks and master, which sbatch hands on, must not matter.
     stale = {"RANK": "5", "WORLD_SIZE": "64", "LOCAL_RANK": "5", "MASTER_ADDR": "no", "MASTER_PORT": "1"}
-    flags = ["--log-dir", "my run", "--lr=1e-3", "a  b"]
+    flags = ["--log-dir", "other", "--log_dir=my run", "--lr=1e-3", "a  b"]
     job = cluster.wait(submit(cluster, tmp_path, options, flags, **stale))
     assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), batch_log(tmp_path, job)
 

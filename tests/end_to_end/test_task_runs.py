@@ -17,6 +17,8 @@ from megazero.flags.config import ModelConfig
 from megazero.generation.generate import Generator
 from megazero.generation.sampling import Sampling
 from megazero.interop.lm_eval_model import CheckpointScorer, lm_eval_class
+from megazero.observe.report.page import cards
+from megazero.observe.report.runs import read_run
 from tests.end_to_end.cli import metrics, pretrain
 from tests.helpers.rings import by_default
 from tests.helpers.rounding import model_tolerance
@@ -141,32 +143,52 @@ def test_items_of_a_checkpoint_are_those_of_transformers(layout: str, run, by_tr
         assert record[key] == pytest.approx(values, rel=NEAR * 40), key  # of a perplexity: nats x NEAR
 
 
-def test_scores_of_a_run(run, by_transformers) -> None:
-    """After iterations 2, 4 and the last, in the metrics, on the console and in the page."""
-    folder, output = run
-    records = metrics(folder / "run")
-    assert [record["iteration"] for record in records if "task_acc" in record] == [2, 4, 5]
-    assert all(record["pause_seconds"]["tasks"] > 0 for record in records if "task_acc" in record)
-    last, nats = records[-1], [[-each for each, _ in wanted] for wanted in by_transformers]
-    best = [min(range(len(each)), key=each.__getitem__) for each in nats[:4]]
+def expected_scores(by_transformers) -> dict[str, dict[str, float]]:
+    """Return the scores of metrics.jsonl, from the nats of each continuation."""
+    nats = [[-each for each, _ in wanted] for wanted in by_transformers]
     sizes = [[len(text.encode()) for text in item["choices"]] for item in ITEMS[:4]]
     per_byte = [[n / s for n, s in zip(*each, strict=True)] for each in zip(nats[:4], sizes, strict=True)]
-    by_byte = [min(range(len(each)), key=each.__getitem__) for each in per_byte]
-    answers = [item["answer"] for item in ITEMS[:4]]
-    share = sum(map(int.__eq__, best, answers)) / 4
-    assert last["task_acc"] == {"choices": share, "last": 0.0}
-    assert last["task_acc_norm"] == {"choices": sum(map(int.__eq__, by_byte, answers)) / 4}
-    assert last["task_acc_stderr"]["choices"] == pytest.approx(math.sqrt(share * (1 - share) / 3))
-    assert last["task_perplexity"]["last"] == pytest.approx(math.exp((nats[4][0] + nats[5][0]) / 2), rel=NEAR * 40)
+
+    def share(found: list[list[float]]) -> float:
+        best = [min(range(len(each)), key=each.__getitem__) for each in found]
+        return sum(at == item["answer"] for at, item in zip(best, ITEMS[:4], strict=True)) / 4
+
     texts = [(nats[i][0] / math.log(2), len(ITEMS[i]["text"].encode())) for i in (6, 7)]
     bits = {"texts": sum(n for n, _ in texts) / sum(size for _, size in texts)}
     bits |= {f"texts/{name}": n / size for name, (n, size) in zip(("long", "short"), texts, strict=True)}
-    assert last["task_bits_per_byte"] == pytest.approx(bits, rel=NEAR)
+    return {
+        "task_acc": {"choices": share(nats[:4]), "last": 0.0},
+        "task_acc_norm": {"choices": share(per_byte)},
+        "task_perplexity": {"last": math.exp((nats[4][0] + nats[5][0]) / 2)},
+        "task_bits_per_byte": bits,
+    }
+
+
+def test_scores_of_a_run(run, by_transformers) -> None:
+    """After iterations 2, 4 and the last; shown in the page and on the console are those of the last."""
+    folder, output = run
+    records = [record for record in metrics(folder / "run") if "task_acc" in record]
+    assert [record["iteration"] for record in records] == [2, 4, 5]
+    assert all(record["pause_seconds"]["tasks"] > 0 for record in records)
+    last, wanted = records[-1], expected_scores(by_transformers)
+    for key, values in wanted.items():
+        assert last[key] == pytest.approx(values, rel=NEAR * (40 if key == "task_perplexity" else 1)), (
+            key
+        )  # nats x NEAR
+    right, bits = wanted["task_acc"]["choices"], wanted["task_bits_per_byte"]
+    error = math.sqrt(right * (1 - right) / 3)
+    assert last["task_acc_stderr"]["choices"] == pytest.approx(error)
+    values = {
+        "choices, accuracy": f"{right:.3f} ± {error:.3f} (4 items)",
+        "texts, bits per byte": f"{bits['texts']:.4f} (2 items)",
+        "texts/long, bits per byte": f"{bits['texts/long']:.4f}",
+    }
+    shown, page = dict(cards(read_run(folder / "run"))), (folder / "run" / "report.html").read_text()
+    for name, value in values.items():
+        assert shown[name].startswith(value) and f"<b>{shown[name]}</b><span>{name}</span>" in page, name
     assert "tasks     choices 4, last 2, texts 2: " in output and "scored every 2 iterations and after" in output
-    shown = f"texts bits per byte {bits['texts']:.4f} (2 items)"
-    assert f"tasks after iteration 5: choices accuracy {share:.3f} ± " in output and shown in output
-    page = (folder / "run" / "report.html").read_text()
-    assert "Accuracy in tasks" in page and "Bits per byte of texts" in page and "texts/long, bits per byte" in page
+    assert f"tasks after iteration 5: choices accuracy {values['choices, accuracy']}" in output
+    assert f"texts bits per byte {values['texts, bits per byte']}" in output
 
 
 @pytest.mark.second

@@ -20,15 +20,18 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megazero.checkpoint import AgreedFailure, MemoryCheckpoints, in_memory, manifest, tensor_file
+from megazero import checkpoint
+from megazero.checkpoint import AgreedFailure, MemoryCheckpoints, chunk_files, in_memory, manifest, tensor_file
 from megazero.checkpoint.in_memory import Held, whole
 from megazero.checkpoint.nodes import Nodes
 from megazero.checkpoint.shards import LocalShard
@@ -370,7 +373,66 @@ def test_a_copy_whose_file_has_another_length_is_not_whole(tmp_path: Path) -> No
         assert [each.iteration for each in memory.find(None, {})] == found, len(content)
 
 
+SIZES = (500, 90, 10)  # elements of the tensor of each rank
+
+
+def keep(rank: int, save: str, memory: str) -> tuple[list[int], dict[str, bytes], bool, list[str]]:
+    """Save on three nodes, in pieces of 128 bytes; damage the files of ranks 0 and 2 on their own nodes, and load."""
+    node = mock.patch.dict(os.environ, MEGAZERO_NODE="abc"[rank])
+    with node, mock.patch.object(chunk_files, "PIECE_BYTES", 128), hearing() as said:
+        store, n = MemoryCheckpoints(memory, Path(save), dist.group.WORLD), SIZES[rank]
+        data = torch.arange(n, dtype=torch.float32) + rank
+        shard = LocalShard((n,), (0,), (n,), 0, n, data)
+        folder = store.save(4, {f"model.w{rank}": shard}, {"iteration": 4} | store.stamp(), dist.group.WORLD)
+        files = {path.name: path.read_bytes() for path in folder.glob("rank_*")}
+        if rank != 1:
+            flip(folder / f"rank_{rank:05}.safetensors")
+        found = next(store.find(None, {}))
+        loaded = replace(shard, data=torch.zeros(n))
+        store.load(found, {f"model.w{rank}": loaded})
+        return store.bytes_per_node({f"model.w{rank}": shard}), files, torch.equal(loaded.data, data), said
+
+
+def test_a_node_keeps_whole_copies_of_the_one_before(ranks: Any, tmp_path: Path) -> None:
+    """Of files of several pieces, and of any lengths; a damaged file is read from the next node."""
+    found = ranks(3).run(keep, str(tmp_path / "saved"), str(tmp_path / "memory"))
+    own = [files[f"rank_{rank:05}.safetensors"] for rank, (_, files, _, _) in enumerate(found)]
+    for rank, (planned, files, same, said) in enumerate(found):
+        assert planned == [2 * 4 * (SIZES[node] + SIZES[node - 1]) for node in range(3)]
+        assert files == {f"rank_{each:05}.safetensors": own[each] for each in (rank, (rank - 1) % 3)}
+        damaged = "rank_00000.safetensors of a-0, rank_00002.safetensors of c-0"
+        assert same and f"WARNING: iteration 4 in memory is damaged: {damaged}; trying other copies" in said
+
+
+def test_a_start_keeps_the_copy_that_it_loads_alone(tmp_path: Path) -> None:
+    """Not another one of that iteration, which a node that was lost for a while may have."""
+    memory = MemoryCheckpoints(str(tmp_path / "memory"), tmp_path / "saved", None)
+    shards = {"model.w": LocalShard((3,), (0,), (3,), 0, 3, torch.ones(3))}
+    for iteration in (2, 4):
+        memory.save(iteration, shards, {"iteration": iteration} | memory.stamp())
+    found, _ = memory.find(None, {})
+    memory.settle(found)
+    assert [each.iteration for each in memory.find(None, {})] == [4] and memory.newest == 4
+    memory.settle(found._replace(digest=found.digest ^ 1))
+    assert list(memory.find(None, {})) == []
+
+
 # -- which one
+
+
+def test_a_copy_is_newer_by_its_save_and_by_its_iteration(tmp_path: Path) -> None:
+    """Iteration 8 was copied before a run went back to 4: the disk's 6, saved since then, is the newer one."""
+    saved, shards = tmp_path / "saved", {"model.w": LocalShard((3,), (0,), (3,), 0, 3, torch.ones(3))}
+    memory = MemoryCheckpoints(str(tmp_path / "memory"), saved, None)
+    memory.save(8, shards, {"iteration": 8} | memory.stamp())
+    assert [each.iteration for each in memory.find(None, {})] == [8]
+    disk = checkpoint.save(saved, 6, shards, {"iteration": 6})
+    assert [each.iteration for each in memory.find(disk, {})] == []
+    again = MemoryCheckpoints(str(tmp_path / "memory"), saved, None)  # of a start after that save
+    again.save(5, shards, {"iteration": 5} | again.stamp())
+    assert [each.iteration for each in again.find(disk, {})] == []
+    again.save(7, shards, {"iteration": 7} | again.stamp())
+    assert [(each.iteration, each.disk) for each in again.find(disk, {})] == [(7, 6)]
 
 
 @pytest.mark.second
@@ -561,6 +623,10 @@ def test_too_little_memory_is_announced(runs: Runs, monkeypatch: pytest.MonkeyPa
         memory.announce({"w": shard})
     assert said[0].startswith("WARNING: checkpoints in memory take at most 320 bytes of node ")
     assert "; 159 bytes are free for them in " in said[0] and "copies will fail" in said[0]
+    with hearing() as said:  # those of an earlier start, which are replaced
+        (memory.folder / "old").write_bytes(bytes(161))
+        memory.announce({"w": shard})
+    assert not said[0].startswith("WARNING") and "; 320 bytes are free for them in " in said[0]
 
 
 def test_a_folder_that_cannot_be_used_is_refused(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """States in host memory (--optimizer-cpu-offload): the same run to the bit, with the predicted bytes."""
 
+import itertools
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from megazero.engine.plan.program.operations import (
     GradNorm,
     Op,
     Reduce,
+    ReduceReplicas,
     Start,
     StoreGradient,
     SumTied,
@@ -31,6 +33,7 @@ from megazero.planner.state_shares import host_rate
 from tests.helpers.chains import Curve, configured, make_corpus
 from tests.helpers.chains import train as train_chain
 from tests.helpers.rings import by_default
+from tests.helpers.table import for_each
 from tests.parallel.cases import MODEL, Case, train
 from tests.parallel.test_parity import check_bytes
 from tests.parallel.test_pretended_gpu import FOR_GRADIENTS, train_watched
@@ -204,6 +207,43 @@ def test_gradients_are_copied_behind_the_backward() -> None:
     started = [op.op for op in step.gradients if isinstance(op, Start)]
     assert len(started) == len([op for op in step.gradients if isinstance(op, Wait) and op.op in started])
     assert spec.offloaded_units == spec.trained_units
+
+
+@for_each("fraction", [1.0, 0.4])
+@for_each(("dp", "zero"), [(1, 2), (2, 0), (2, 3)])
+@for_each(("pp", "layers", "schedule"), [(1, 1, "1f1b"), (1, 3, "1f1b"), (2, 2, "zero-bubble")])
+def test_a_gradient_is_used_by_one_operation_at_a_time(
+    fraction: float, dp: int, zero: int, pp: int, layers: int, schedule: str
+) -> None:
+    """Also on a rank of so few units that the next one is that of the last micro-batch; and each ends in one place."""
+    for overlap, micro_batches in itertools.product((False, True), (1, 3)):
+        case = case_of(
+            dp=dp, zero=zero, pp=pp, schedule=schedule, micro_batches=micro_batches, offload=fraction,
+            model=replace(SMALL, num_layers=layers), options=(("overlap_comm", overlap),),
+        )  # fmt: skip
+        for rank in range(pp):
+            spec = rank_spec(case.config(), case.layout, rank, declare)
+            flying, stored = dict[str, Op](), set[str]()
+            for op in program(spec, schedule, micro_batches).gradients:
+                about = op.op if isinstance(op, (Start, Wait)) else op
+                if not isinstance(about, (Reduce, ReduceReplicas, StoreGradient, FetchGradient)):
+                    continue
+                if about.unit not in spec.offloaded_units:
+                    continue
+                unit, words = about.unit, f"{name_of(op)} on rank {rank} of {case}"
+                if isinstance(op, Wait):
+                    assert flying.pop(unit) == about, words
+                    continue
+                assert unit not in flying, words
+                if isinstance(op, Start):
+                    flying[unit] = about
+                if isinstance(about, FetchGradient):
+                    assert unit in stored, words
+                    stored.remove(unit)
+                elif isinstance(about, StoreGradient):
+                    stored.add(unit)
+            left = {unit for unit in spec.offloaded_units if unit != spec.tied}
+            assert not flying and left <= stored, (rank, case)
 
 
 def test_weights_are_copied_behind_the_next_update() -> None:

@@ -26,6 +26,7 @@ from megazero.flags.config import Config, LogConfig
 from megazero.observe import stragglers
 from megazero.observe.timeline import Interval
 from megazero.planner.bytes.rank_parts import rank_parts
+from megazero.planner.trace.trace import model_flops
 from megazero.run.checkpoints import Checkpoints
 from megazero.run.replicas import check_replicas
 from megazero.run.stopping import Clock, DeadRun, Signals, Wish
@@ -428,7 +429,10 @@ def test_a_save_that_fails(ranks: Any, corpus: str, tmp_path: Path, background: 
 def drift(rank: int, world: int, config: Config, state: str, name: str) -> str:
     """Train a step, then flip a bit of the last rank's copy. Return the check's results before and after."""
     run = run_of(rank, world, config)
-    run.trainer.iterate()
+    record, model, samples = run.trainer.iterate(), config.model, run.trainer.config.training.global_batch_size
+    total = record["tflops_per_device"] * world * record["step_seconds"] * 1e12  # along whichever axis
+    assert total == pytest.approx(model_flops(run.trainer.config.model, samples))
+    assert record["tokens_per_second"] * record["step_seconds"] == pytest.approx(samples * model.seq_length)
     check_replicas(run.trainer.engine, 1)
     if rank == world - 1:
         units = run.trainer.engine.zero.units.values()

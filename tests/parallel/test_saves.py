@@ -167,8 +167,9 @@ def skipping(run: TrainingRun, first: int) -> None:
 
 
 def test_a_run_that_dies_waits_for_its_save_in_the_background(
-    corpus: str, tmp_path: Path, held: Callable[[TrainingRun], None]
+    corpus: str, tmp_path: Path, held: Callable[[TrainingRun], None], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Each iteration without an update names its samples, by which --skip-samples leaves them out."""
     options = {"save_interval": 1, "async_save": True, "max_skipped_iterations": 2}
     run = run_of(0, 1, configured(corpus, tmp_path, 9, **options))
     held(run)
@@ -176,6 +177,10 @@ def test_a_run_that_dies_waits_for_its_save_in_the_background(
     with pytest.raises(DeadRun, match="iteration 3: 2 iterations in a row made no update"):
         quietly(run)
     assert names(tmp_path) == [1, 2]
+    batch = run.trainer.config.training.global_batch_size
+    for at in (2, 3):
+        words = f"iteration {at}, of samples {(at - 1) * batch} to {at * batch - 1}, makes no update: planted"
+        assert words in caplog.text
 
 
 def saving_minutes(rank: int, config: Config) -> float:

@@ -204,19 +204,19 @@ def train_with_masters(rank: int, case: Case, away: bool) -> tuple[Outcome, dict
         return outcome, whole_states(engine)
 
 
-@pytest.mark.second
 @pytest.mark.parametrize(
-    ("zero", "offload"),
+    ("dp", "zero", "offload"),
     [
-        *((0, 0.0), (3, 0.0), (1, 0.5), (3, 1.0)),
-        *(pytest.param(zero, 0.0, marks=pytest.mark.slow) for zero in (1, 2)),
+        (1, 2, 0.5),
+        *(pytest.param(2, *row, marks=pytest.mark.second) for row in ((0, 0.0), (3, 0.0), (1, 0.5), (3, 1.0))),
+        *(pytest.param(2, zero, 0.0, marks=pytest.mark.slow) for zero in (1, 2)),
     ],
 )
-def test_split_master_weights_are_the_same_to_the_bit(zero: int, offload: float, ranks) -> None:
+def test_split_master_weights_are_the_same_to_the_bit(dp: int, zero: int, offload: float, ranks) -> None:
     """They take 2 bytes less than fp32 ones. Those in host memory, far from the compute weights, are not split."""
-    plain = case_of("fp32", precision="bf16", dp=2, zero=zero, micro_batches=2, offload=offload)
+    plain = case_of("fp32", precision="bf16", dp=dp, zero=zero, micro_batches=2, offload=offload)
     split = plain._replace(masters="split")
-    wanted, found = (ranks(2).run(train_with_masters, case, True) for case in (plain, split))
+    wanted, found = (ranks(dp).run(train_with_masters, case, True) for case in (plain, split))
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours[0].losses == theirs[0].losses and ours[0].norms == theirs[0].norms
         assert ours[1].keys() == theirs[1].keys()

@@ -1,5 +1,6 @@
 """scripts/checkpoint.py, and the check of every byte behind it."""
 
+import re
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -18,8 +19,8 @@ from tests.helpers.table import for_each
 
 def save(root: Path, iteration: int) -> Path:
     tensors = {name: LocalShard((6, 2), (0, 0), (6, 2), 0, 12, torch.arange(12.0)) for name in ("model.w", "exp_avg.w")}
-    layout = {"pp": 1, "dp": 2, "tp": 3}
-    state = RunState(iteration, 8 * iteration, iteration, None, asdict(ModelConfig()), layout, {}, run="abc")
+    layout = {"pp": 1, "dp": 2, "tp": 3, "cp": 5, "ep": 6, "expert_tp": 0}
+    state = RunState(iteration, 8 * iteration, 4 * iteration, None, asdict(ModelConfig()), layout, {}, run="abc")
     return checkpoint.save(root, iteration, tensors, state.to_json(), attached={"tokenizer/tokenizer.json": b"{ }"})
 
 
@@ -60,14 +61,19 @@ def test_list_verify_and_show(tmp_path: Path) -> None:
     assert listed.returncode == 0
     head, *rows = listed.stdout.splitlines()
     assert head.split() == ["checkpoint", "saved", "size", "layout", "samples", "state"]
-    assert "pp 1 x dp 2 x tp 3" in rows[0] and rows[0].endswith("<- a resume starts here")
+    assert re.search(r" kB  pp 1 x dp 2 x cp 5 x tp 3 x ep 6  8  ", rows[0]) and rows[0].endswith(
+        "<- a resume starts here"
+    )
     assert rows[1].endswith("NOT WHOLE: rank_00000.safetensors is missing; name another, or its parent folder")
     checked = script("verify", tmp_path)
     assert checked.returncode == 1
     assert f"{first}: DAMAGED" in checked.stdout and "tensor 'exp_avg.w' at [0, 0]" in checked.stdout
     shown = script("show", first)
-    assert shown.returncode == 0 and "iteration 1, 8 samples, 1 updates, run abc" in shown.stdout
-    assert [line.split()[0] for line in shown.stdout.splitlines()[-2:]] == ["model.w", "exp_avg.w"]
+    assert shown.returncode == 0 and "iteration 1, 8 samples, 4 updates, run abc" in shown.stdout
+    assert "layout pp 1 x dp 2 x cp 5 x tp 3 x ep 6, 1 files, " in shown.stdout
+    assert "model of 12 parameters: num-layers=12 hidden-size=768 " in shown.stdout
+    for line, name in zip(shown.stdout.splitlines()[-2:], ("model.w", "exp_avg.w"), strict=True):
+        assert line.split() == [name, "float32", "6", "x", "2", "1", "48", "bytes"]
     (first / "rank_00000.safetensors").unlink()
     listed = script("list", tmp_path)  # a job's script must see that there is nothing to resume from
     assert listed.returncode == 1 and len(listed.stdout.splitlines()) == 3 and listed.stdout.count("NOT WHOLE") == 2

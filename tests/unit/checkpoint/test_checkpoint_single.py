@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from megazero import checkpoint, files
-from megazero.checkpoint import folders, manifest, shard_regions, storage
+from megazero.checkpoint import manifest, shard_regions, storage
 from megazero.checkpoint.regions import Region
 from megazero.checkpoint.shards import LocalShard
 from tests.helpers.table import for_each
@@ -455,11 +455,6 @@ def test_a_shard_must_fit_its_tensor() -> None:
         LocalShard((4, 4), (0, 0), (4, 4), 0, 4, torch.zeros(5))
     with pytest.raises(AssertionError):
         LocalShard((4, 4), (0, 0), (4, 4), 0, 4, torch.zeros(8)[::2])
-
-
-def test_folder_names() -> None:
-    assert folders.folder_name(100) == "iter_0000100"
-    assert folders.folder_name(12_345_678) == "iter_12345678"
 
 
 def test_a_save_in_the_background_is_of_its_own_copies(tmp_path: Path) -> None:

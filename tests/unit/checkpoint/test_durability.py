@@ -1,4 +1,4 @@
-"""Flushes and renames of a save, in order: seen at the calls to the system, since no test can cut the power."""
+"""Flushes and renames of a save and a corpus, in order: seen at calls to the system; no test can cut the power."""
 
 import errno
 import os
@@ -7,11 +7,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megazero import checkpoint
 from megazero.checkpoint.shards import LocalShard
+from megazero.data.writer import IndexedWriter
 from megazero.files import new_folder
 from tests.helpers.table import for_each
 
@@ -157,6 +159,19 @@ def test_everything_in_a_new_folder_is_on_the_disk(tmp_path: Path, events: list[
     (named,) = (at for at, event in enumerate(events) if event[0] == "rename" and event[2] == str(target))
     assert_flushed(events, named)
     assert ("flush", str(target.parent)) in events[named:]
+
+
+def test_the_files_and_names_of_a_corpus_are_on_the_disk(tmp_path: Path, events: list[Event]) -> None:
+    """Files before they get their names; the index last, after which the folder is flushed."""
+    prefix = f"{tmp_path.resolve()}/c"
+    with IndexedWriter(prefix, "uint16", {"tokenizer": "byte"}, masked=True) as writer:
+        writer.add_documents(np.arange(5), np.array([2, 3]), mask=np.ones(5, dtype=bool))
+    renames = [(at, event) for at, event in enumerate(events) if event[0] == "rename"]
+    assert [name for _, (_, _, name) in renames[-4:]] == [f"{prefix}.{end}" for end in ("bin", "mask", "json", "idx")]
+    assert_flushed(events, len(events))
+    assert ("flush", str(tmp_path.resolve())) in events[renames[-1][0] :]
+    for at, (_, source, name) in renames[-4:]:
+        assert ("flush", source) in events[:at] or name.endswith(".json")  # flushed under an earlier name
 
 
 def test_latest_is_replaced_and_never_written_to(tmp_path: Path) -> None:

@@ -6,19 +6,56 @@ tests/parallel/test_rehearsal.py compares the counts of real and rehearsed ranks
 import gc
 import json
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from megazero.command.rehearsal.allocated import Allocated
-from megazero.command.rehearsal.rehearsal_report import run_rehearsal
+from megazero.command.rehearsal.rehearsal import CollectiveCount
+from megazero.command.rehearsal.rehearsal_report import rehearsal_table, run_rehearsal
+from megazero.command.rehearsal.rehearsed_save import PlannedSave
 from megazero.engine.model.stage import declare
+from megazero.engine.plan.layout.topology import Coord
 from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
 from megazero.world import World
 
 SINGLE = World(0, 1, 0, "single")
 SMALL = "--preset c5 --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --vocab-size 101".split()
+
+
+def test_the_table_of_a_rank_has_its_own_numbers() -> None:
+    """No two are equal."""
+    sent = [
+        CollectiveCount("shard", "dp", "all-gather", 31, 32),
+        CollectiveCount("tp", "control", "all-reduce", 33, 34),
+    ]
+    found = Mock(
+        rank=5, coord=Coord(1, 2, 3, 4), memory={"host": 11, "peak": 1200}, estimated_memory={"host": 14, "peak": 1100},
+        traffic={"dp": 21}, estimated_traffic={"dp": 26}, allocated=41, allocated_in="Forward", collectives=sent,
+        build_seconds=51.0, step_seconds=52.0,
+        save=PlannedSave(
+            checkpoint_bytes=61, written_bytes=62, written_chunks=63, rank_plan_bytes=64, rank_seconds=0.65,
+            coordinator_seconds=0.66,
+        ),
+    )  # fmt: skip
+    head, _, *rows, ways, last = rehearsal_table(found).splitlines()
+    assert head == "rank 5: pp 1, dp 2, cp 3, tp 4"
+    assert [row.split() for row in rows] == [
+        ["host", "11", "14", "-3"],
+        ["peak", "1,200", "1,100", "100"],
+        ["dp", "traffic", "21", "26", "-5"],
+        ["all", "tensors", "at", "once", "41", "in", "Forward"],
+        ["sent", "in", "an", "iteration", "calls", "bytes"],
+        ["all-gather", "over", "shard", "31", "32"],
+        ["all-reduce", "over", "tp,", "control", "33", "34"],
+    ]
+    assert ways.strip() == (
+        "a checkpoint of 61 bytes: this rank writes 62 in 63 chunks. Its plan of 64 bytes takes 0.65 s; rank 0 joins "
+        "all plans in 0.66 s"
+    )
+    assert last.strip() == "built in 51.0 s, a step in 52.0 s"
 
 
 @pytest.mark.second

@@ -83,6 +83,43 @@ def test_a_command_that_fails_ends_with_a_sentence_and_an_exit_code(name: str) -
     assert said in ended[0].stderr and len({done.returncode for done in ended}) == 1, ended
 
 
+# A function of a command's work, and words with which it is reached.
+WORK = {
+    "train": ("megazero.command.pretrain.pretrain", ""),
+    "plan": ("megazero.command.pretrain.pretrain", ""),
+    "launch": ("megazero.cluster.launcher._launch", "--nproc 2"),
+    "generate": ("megazero.console.generate_tool.generate_texts", "--load x"),
+    "preprocess": ("data_tools.preprocess_data.main", ""),
+    "tokenizer": ("data_tools.train_tokenizer.main", ""),
+    "peek": ("data_tools.peek.main", ""),
+    "tasks": ("data_tools.convert_tasks.main", ""),
+    "checkpoint": ("megazero.console.checkpoint_tool.found_checkpoint", "show x"),
+    "verify": ("megazero.verify.verification.Verification.run", "--preset tiny"),
+    "report": ("megazero.observe.report.report_command.write_page", "x"),
+    "program": ("megazero.console.program_tool.program_lines", ""),
+}
+
+
+@for_each("name", list(COMMANDS))
+def test_an_interrupt_is_a_word_and_an_exit_code(
+    name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, words = WORK[name]
+    calls: list[object] = []
+
+    def interrupted(*given: object, **named: object) -> None:
+        calls.append(given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target, interrupted)
+    monkeypatch.setattr("megazero.cluster.launch.exit_now", sys.exit)
+    try:
+        code = run_command([name, *words.split()])
+    except SystemExit as stop:
+        code = stop.code
+    assert (len(calls), code) == (1, 130) and "Traceback" not in capfd.readouterr().err
+
+
 @for_each("words", ["-m megazero train", "-m megazero peek", "pretrain_gpt.py", "scripts/verify.py"])
 def test_an_interpreter_without_the_packages_is_named(words: str) -> None:
     done = subprocess.run([sys.executable, "-S", *words.split()], cwd=ROOT, capture_output=True, text=True)

@@ -39,9 +39,8 @@ def preprocess(prefix: Path, lines: Path, tokenizer: object, *more: str) -> str:
     return f"{prefix}_text_document"
 
 
-@pytest.mark.second
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["byte", "bpe"])
+@pytest.mark.parametrize("kind", ["byte", pytest.param("bpe", marks=pytest.mark.second)])
 def test_joined_parts_are_the_whole_byte_for_byte(tmp_path: Path, lines: Path, bpe: Path, kind: str) -> None:
     tokenizer = "byte" if kind == "byte" else bpe
     whole = preprocess(tmp_path / "whole" / "c", lines, tokenizer)

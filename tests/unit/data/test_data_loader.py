@@ -2,10 +2,9 @@
 
 import signal
 import threading
-import time
 from dataclasses import replace
 from fractions import Fraction
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -248,37 +247,31 @@ class Gate:
 
     def __init__(self, free: int = 0) -> None:
         self.free, self.asked, self.gate = free, list[int](), threading.Event()
-        self.threads = set[str]()
+        self.threads, self.seen = set[threading.Thread](), threading.Condition()
 
     def __getitem__(self, index: int) -> Sample:
-        self.asked.append(index)
-        self.threads.add(threading.current_thread().name)
-        assert index < self.free or self.gate.wait(60)
+        with self.seen:
+            self.asked.append(index)
+            self.threads.add(threading.current_thread())
+            self.seen.notify_all()
+        assert index < self.free or self.gate.wait()
         return Sample(np.full(3, index))
 
-
-def eventually(true: Any) -> None:
-    for wait in count():
-        if true():
-            return
-        assert wait < 3000
-        time.sleep(0.01)
-
-
-def threads_of(samples: Gate) -> set[str]:
-    return samples.threads & {thread.name for thread in threading.enumerate()}
+    def wait_for(self, index: int) -> None:
+        """Wait until a thread reads it."""
+        with self.seen:
+            self.seen.wait_for(lambda: index in self.asked)
 
 
 @for_each("num_workers", [1, 2])
 def test_each_thread_reads_two_steps_ahead_and_no_more(num_workers: int) -> None:
-    samples = Gate(free=10**9)
+    samples, idle = Gate(free=10**9), threading.Barrier(num_workers)
     batches = loader(samples, 1, 1, num_workers=num_workers)
     for step in range(5):
         assert int(batches.batch(step)[0].ids[0, 0]) == step
-        last = step + PREFETCHED_STEPS * num_workers
-        eventually(lambda last=last: sorted(samples.asked) == list(range(last + 1)))
-        time.sleep(0.02)
-        assert max(samples.asked) == last
+        for met in [batches._pool.submit(idle.wait) for _ in range(num_workers)]:  # after all reads so far
+            met.result()
+        assert sorted(samples.asked) == list(range(step + PREFETCHED_STEPS * num_workers + 1))
     batches.close()
 
 
@@ -287,24 +280,30 @@ def test_what_nobody_wants_is_not_waited_for() -> None:
     samples = Gate(free=1)
     batches = loader(samples, 1, 1, num_workers=1)
     assert int(batches.batch(0)[0].ids[0, 0]) == 0
-    eventually(lambda: samples.asked == [0, 1])  # where it hangs
+    samples.wait_for(1)
+    (hangs,) = samples.threads
     samples.free, samples.asked = 10**9, []
     assert int(batches.batch(100)[0].ids[0, 0]) == 100
     batches.close()
-    eventually(lambda: len(threads_of(samples)) == 1)  # the one that hangs
+    for thread in samples.threads - {hangs}:
+        thread.join()
+    assert hangs.is_alive()
     samples.gate.set()
-    eventually(lambda: not threads_of(samples))
+    hangs.join()
     assert 1 not in samples.asked and 2 not in samples.asked  # dropped with the step that hung
 
 
 def test_an_interrupt_while_a_batch_is_awaited_ends_the_threads() -> None:
     """The same batch can then be read again."""
-    samples = Gate()
+    samples, main = Gate(), threading.get_ident()
     batches = loader(samples, 1, 1, num_workers=1)
-    main = threading.get_ident()
-    interrupt = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT))
+
+    def interrupt() -> None:
+        samples.wait_for(7)
+        signal.pthread_kill(main, signal.SIGINT)
+
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores the signal
-    interrupt.start()
+    threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             batches.batch(7)
@@ -313,7 +312,8 @@ def test_an_interrupt_while_a_batch_is_awaited_ends_the_threads() -> None:
     samples.gate.set()
     assert int(batches.batch(7)[0].ids[0, 0]) == 7
     batches.close()
-    eventually(lambda: not threads_of(samples))
+    for thread in samples.threads:
+        thread.join()
 
 
 class WhoReads:
@@ -324,7 +324,7 @@ class WhoReads:
 
     def __getitem__(self, index: int) -> Sample:
         if index < self.count:
-            self.together.wait(60)
+            self.together.wait()
         return Sample(np.full(3, threading.get_ident()))
 
 

@@ -137,6 +137,26 @@ def test_one_corpus_for_each_key(tmp_path: Path) -> None:
         assert found == (8, [[byte] for byte in expected], list(range(len(expected) + 1)))
 
 
+def test_each_key_has_counts_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Printed, and in the corpus's .json for each input. Documents are equal if all their keys are."""
+    one = write_jsonl(
+        tmp_path / "1.jsonl", {"q": "ab", "a": "x"}, {"q": "ab", "a": ""}, {"q": "ab", "a": "x"}, {"q": "", "a": ""}
+    )
+    two = write_jsonl(tmp_path / "2.jsonl", {"q": "ab", "a": ""}, {"q": "cde", "a": "wxyz"}, {"q": "cde", "a": "wxyz"})
+    prefix = run(tmp_path, one, two, more=("--json-keys", "q", "a", "--dedup"))
+    wanted = {"q": ([b"ab", b"ab", b"cde"], [(2, 4), (1, 3)], 1), "a": ([b"x", b"wxyz"], [(1, 1), (1, 4)], 2)}
+    printed = capsys.readouterr().out
+    for key, (documents, counts, empty) in wanted.items():
+        assert unpack_corpus(f"{prefix}_{key}_document")[1] == list(map(list, documents))
+        about = json.loads(Path(f"{prefix}_{key}_document.json").read_text())
+        assert [(each["documents"], each["tokens"]) for each in about["sources"]] == counts
+        assert (about["empty_documents"], about["duplicate_documents"]) == (empty, 3)
+        number, total = len(documents), sum(map(len, documents))
+        left_out = f"{empty} empty document{'s' * (empty > 1)} left out"
+        assert f"_{key}_document: {number} documents, {total} tokens, uint16; {left_out}\n" in printed
+    assert "3 documents left out, equal to an earlier one\n" in printed
+
+
 def test_lone_surrogates_become_replacement_characters(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(r'{"text": "a\ud800b\ud83d\ude42"}')

@@ -144,9 +144,12 @@ def test_killed_again_and_again(tmp_path: Path, masked_too, monkeypatch, capsys)
 
 
 def test_what_a_commit_counts_on_is_on_the_disk(tmp_path: Path, command, monkeypatch) -> None:
-    """A power cut loses writes that were not flushed: when the journal gets its name, no file may have any."""
-    pending, commits = set[str](), list[set[str]]()
-    pwrite, fsync, replace = os.pwrite, os.fsync, os.replace
+    """A power cut loses writes that were not flushed: when the journal gets its name, no file may have any.
+
+    It loses names too: when the journal is deleted, those of all results are on the disk.
+    """
+    pending, commits, unnamed, named = set[str](), list[set[str]](), set[str](), list[set[str]]()
+    pwrite, fsync, replace, unlink = os.pwrite, os.fsync, os.replace, os.unlink
 
     def written(handle: int, *rest: Any) -> int:
         pending.add(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
@@ -154,17 +157,28 @@ def test_what_a_commit_counts_on_is_on_the_disk(tmp_path: Path, command, monkeyp
 
     def flushed(handle: int) -> None:
         fsync(handle)
-        pending.discard(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        pending.discard(path.name)
+        if path.is_dir():
+            unnamed.difference_update({name for name in unnamed if Path(name).parent == path})
+
+    def deleted(path: Any) -> None:
+        if Path(path).name == "journal.json":
+            named.append(set(unnamed))
+        unlink(path)
 
     def renamed(source: Any, target: Any) -> None:
         if Path(target).name == "journal.json":
             commits.append(set(pending))
         replace(source, target)
+        unnamed.add(os.path.abspath(target))
 
-    for name, call in (("pwrite", written), ("fsync", flushed), ("replace", renamed)):
+    patched = {"pwrite": written, "fsync": flushed, "replace": renamed, "rename": renamed, "unlink": deleted}
+    for name, call in patched.items():
         monkeypatch.setattr(os, name, call)
     preprocess_data.main([*command("x"), "--json-keys", "q:0", "a:1"])
     assert len(commits) > 5 and commits == [set()] * len(commits)
+    assert named == [set()] and (tmp_path / "x" / "p_skipped.txt").exists()
 
 
 @pytest.mark.long

@@ -851,6 +851,15 @@ def test_resolve_refuses(options: dict[str, Any], ranks: int, vocab_size: int, s
         resolve(make(**options), ranks, vocab_size, declare)
 
 
+def test_the_largest_batch_that_is_named_is_accepted() -> None:
+    """pp 2, cp 3, dp 5; micro-batches of 7 through 3 of 5 layers: 2 ** 17 // 3 micro-batches on each of 5 replicas."""
+    axes = {"pipeline_model_parallel_size": 2, "context_parallel_size": 3, "num_layers": 5, "micro_batch_size": 7}
+    most = 2**17 // 3 * 7 * 5
+    with pytest.raises(ValueError, match=rf"is 43691 micro-batches of 7 samples .* 3 layers each.* at most {most}, "):
+        resolve(make(**axes, vocab_size=9, global_batch_size=most + 1), 30, 0, declare)
+    resolve(make(**axes, vocab_size=9, global_batch_size=most), 30, 0, declare)
+
+
 def test_resolve_accepts_what_is_just_inside() -> None:
     for options, ranks in [
         ({"pipeline_model_parallel_size": 12}, 12),

@@ -136,6 +136,10 @@ def test_an_evaluation_has_no_layout_of_a_preset_that_its_ranks_do_not_fit(tmp_p
         dropped = found.config.zero.zero_stage != 2
         assert dropped == (kept != dict.fromkeys(both, 2)) == bool(found.notes) and found.config.optimizer.lr == 0.5
         assert not dropped or f"--eval-only on {ranks} rank" in found.notes[0]
+    for ranks_of, kept_by in (("--plan", 1), ("--plan --world-size 4", 2), ("--rehearse 4:0", 2), ("--rehearse 3", 1)):
+        line = ["--preset", str(tmp_path / "p.toml"), *EVALUATION.split(), *ranks_of.split()]
+        found = read(line, lambda started=4 // kept_by**2: started)  # the ranks that were started do not count
+        assert value_of(found.config, "tensor-model-parallel-size") == kept_by, ranks_of
 
 
 def test_the_record_of_a_run_makes_the_same_run_again(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import pretrain_gpt
 from megazero.command.follow_recipe import follow_recipe
-from megazero.flags.batch_ramp import batch_sizes
+from megazero.flags.batch_ramp import BatchSizes, batch_sizes
 from megazero.flags.cli import Command, read
 from megazero.flags.flag_names import value_of
 from megazero.flags.recipe import power_lines_decay, step_law_batch, step_law_rate
@@ -59,6 +59,15 @@ def test_tokens_are_whole_iterations(flags: str, iterations: int | None) -> None
         return
     assert found == iterations
     assert f"{iterations:,} iterations" in command.notes[-1] and "rounded up" in command.notes[-1]
+
+
+@for_each("ramp", [(4, 1, 1, 12), (11, 2, 3, 20), (12, 4, 4, 20), (7, 1, 2, 10), (9, 3, 2, 11), (8, 2, 2, 100), (6,)])
+def test_the_samples_of_iterations_are_those_of_each(ramp: tuple[int, ...]) -> None:
+    """Also where an iteration begins at a border, and where the border is a fraction of a sample."""
+    sizes, consumed = BatchSizes(*ramp), 0
+    for iterations in range(60):
+        assert sizes.total(iterations) == consumed
+        consumed += sizes.at(consumed)
 
 
 def test_the_command_lines_length_replaces_that_of_a_preset(tmp_path: Path) -> None:

@@ -64,6 +64,17 @@ def test_corpora_of_a_stage_replace_those_of_the_command(tmp_path: Path, command
     assert own.undone(own.over(config), config) == config
 
 
+@for_each("corpora", ['data-args-path = "list"', 'data-path = ["d"]', "lr = 1.0\nmin-lr = 0.5", ""])
+@for_each("given", ["--data-path c", "--data-args-path all"])
+def test_a_stage_is_undone_to_the_command(corpora: str, given: str, tmp_path: Path) -> None:
+    """Every flag that it sets, and both ways to name corpora."""
+    file = tmp_path / "s.toml"
+    file.write_text(f"[[stage]]\nfrom-sample = 4\n{corpora}\nseq-length = 8\nmicro-batch-size = 2\n")
+    config = parse(shlex.split(f"{FLAGS} --save x --global-batch-size 4 {given} --data-stages {file}"))
+    stage = read_stages(config)[1]
+    assert stage.over(config) != config and stage.undone(stage.over(config), config) == config
+
+
 WRONG = {
     "no file": (None, "", "no such file|No such file"),
     "no TOML": ("[[stage]\n", "", "is not a TOML file"),

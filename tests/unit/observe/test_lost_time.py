@@ -69,6 +69,23 @@ def test_each_second_has_one_cause(tmp_path: Path) -> None:
     assert "no process 10.0 s, process 2.5 s, joining 5.5 s; 1 iteration of 30.0 s computed again" in shown
 
 
+def test_every_resume_loses_time_of_its_own(tmp_path: Path) -> None:
+    """Three starts of 2, 3 and 5 s; 30 and 7 s computed again, 10 and 21 s without a process."""
+    events = [start(1000.0, 0, process=2.0), start(1200.0, 2, process=3.0), start(1400.0, 3, joining=5.0)]
+    events[1] |= {"lost_iterations": 1, "lost_seconds": 30.0, "down_seconds": 10.0}
+    events[2] |= {"lost_iterations": 2, "lost_seconds": 7.0, "down_seconds": 21.0}
+    write(tmp_path, events, [{"step_seconds": 50.0, "at": 1100.0 + 200.0 * n} for n in range(3)])
+    found, shown = spent(read_run(tmp_path)), page(read_run(tmp_path))
+    assert {cause: found[cause] for cause in ("steps computed again", "no process", "start: process")} == {
+        "steps computed again": 37.0,
+        "no process": 31.0,
+        "start: process": 5.0,
+    }
+    assert found["steps that are kept"] == 150.0 and sum(found.values()) == 502.0
+    assert "no process 10.0 s, process 3.0 s; 1 iteration of 30.0 s computed again" in shown
+    assert "no process 21.0 s, joining 5.0 s; 2 iterations of 7.0 s computed again" in shown
+
+
 def test_a_run_without_an_end_lasts_to_its_last_record(tmp_path: Path) -> None:
     records = [{"step_seconds": 40.0, "at": 1041.0}, {"step_seconds": 45.0, "at": 1090.0}]
     write(tmp_path, [start(1000.0, 0, process=10.0)], records)

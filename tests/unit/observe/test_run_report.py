@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from megazero.observe.loggers import MetricsFile
+from megazero.observe.report import page as pages
 from megazero.observe.report import runs as reading
 from megazero.observe.report.comparison import comparison
 from megazero.observe.report.curves import POINTS, chart_data, short_names
@@ -262,8 +263,10 @@ def test_which_numbers_stand_on_a_page(tmp_path: Path) -> None:
         records[i - 1] |= {"validation_loss": validation, "task_acc": {"t": accuracy}, "task_items": {"t": 10 * i}}
         records[i - 1] |= {"samples": [{"prompt": "p", "text": f"sample {i}"}], "moe_choices": {"0": [i, 9]}}
     again = START | {"iteration": 2, "parameters": 2_000_000, "active_parameters": 500_000, "bytes_per_token": 2.0}
+    again |= {"time": "2026-11-22 11:00:00 UTC"}
+    earlier = [START | {"stage": 2, "time": "of a stage"}, START | {"iteration": 1, "time": "2026-11-22 09:00:00 UTC"}]
     again |= {"config": START["config"] | {"training": {"train_iters": 9}}, "environment": {"torch": "2.14.0"}}
-    folder = write_run(tmp_path / "run", records, [START, again])
+    folder = write_run(tmp_path / "run", records, [START, *earlier, again])
     assert dict(cards(read_run(folder))) == {
         "iterations": "5 of 9",
         "time left, without evaluation and saving": "0:12",
@@ -283,6 +286,7 @@ def test_which_numbers_stand_on_a_page(tmp_path: Path) -> None:
         "iterations without an update": "2",
     }
     _, shown = report_of(folder)
+    assert "Started 2026-11-22 08:00:00 UTC; resumed 2 times, last 2026-11-22 11:00:00 UTC; its end" in shown.text
     for words in ("parameters 5.00 kB", "peak of all at one instant 6.00 kB", "ZeRO 2.00 kB", "torch 2.14.0"):
         assert words in shown.text, words
     assert "After iteration 4 p sample 4" in shown.text and "sample 3" not in shown.text
@@ -570,6 +574,14 @@ def test_a_report_of_experts_draws_loads_by_layer_over_the_iterations_and_by_exp
     for words in ("below 0.1", "0.5 to 0.8", "0.8 to 1.25", "1.5 to 2", "2 to 3"):
         assert words in page.text
     assert "0.1 to 0.5" not in page.text
+
+
+def test_loads_of_experts_are_over_the_mean_of_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(pages, "heat_map", lambda *words, **values: drawn.update(values, words=words))
+    pages._last_loads(Run("a", (record(1, moe_choices={"1": [1, 3], "4": [30, 10]}), record(2))))
+    assert drawn["values"].tolist() == [[0.5, 1.5], [1.5, 0.5]] and drawn["columns"] == (0, 1)
+    assert drawn["words"] == ("Loads of all experts in iteration 1", "expert", ["layer 1", "layer 4"])
 
 
 @pytest.mark.second

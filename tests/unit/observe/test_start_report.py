@@ -11,6 +11,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.cli import parse
 from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
+from megazero.flags.stages import read_stages
 from megazero.host import Available, Machine
 from megazero.observe.start_report import (
     cpu_text,
@@ -139,6 +140,27 @@ def test_the_plan_says_how_many_epochs() -> None:
     ):
         words = " ".join(" ".join(shown("--preset tiny", 1, corpus=corpus)).split())
         assert f"1.23 M {said}" in words and ("epochs" in words) == (corpus > 0)
+
+
+def test_stages_have_lengths_and_corpora_of_their_own(tmp_path: Path) -> None:
+    """5 iterations of 4 samples: 8 of 1,024 tokens, 12 of 512; the third stage is not reached."""
+    stages = tmp_path / "stages.toml"
+    stages.write_text(
+        '[[stage]]\nfrom-sample = 8\nseq-length = 512\ndata-path = ["2", "d", "1", "e"]\n'
+        '[[stage]]\nfrom-sample = 24\nseq-length = 256\ndata-args-path = "list"\n'
+    )
+    flags = f"--preset tiny --seq-length 1024 --data-path c --data-stages {stages} --save x --train-iters 5"
+    asked = parse(f"{flags} --global-batch-size 4 --micro-batch-size 1".split())
+    resolved = resolve(asked, 2, 257, declare)
+    lines = screen(asked, *resolved, machine(2, "cpu"), "CPU", corpus=9999, stages=read_stages(resolved[0]))
+    at = next(n for n, line in enumerate(lines) if line.startswith("stages"))
+    assert [line[10:] for line in lines[at : at + 3]] == [
+        "1, from sample 0: samples of 1,024 tokens, c",
+        "2, from sample 8: samples of 512 tokens, 2 d 1 e",
+        "3, from sample 24: samples of 256 tokens, list",
+    ]
+    plan = " ".join(line for line in lines[:at] if "micro-batch" in line)
+    assert plan.endswith("(2 ranks x 2 x micro-batch 1) of 1,024 tokens: 14.3 k tokens")
 
 
 def test_memory_is_that_of_the_fullest_rank_beside_what_there_is() -> None:

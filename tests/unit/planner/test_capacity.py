@@ -21,7 +21,14 @@ from megazero.flags.cli import parse
 from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
 from megazero.host import Available, Machine, host_memory
-from megazero.planner.bytes.capacity import check_memory, checkpoint_bytes, estimated, largest_preset, least
+from megazero.planner.bytes.capacity import (
+    check_memory,
+    checkpoint_bytes,
+    estimated,
+    largest_preset,
+    least,
+    memory_copies,
+)
 from megazero.world import tasks_of_node
 from tests.helpers.table import for_each
 from tests.unit.engine.options.test_limits import limited_work
@@ -187,6 +194,38 @@ def test_copies_in_memory_are_host_memory(device_type: str, elastic: str, times:
             check_memory(config, layout, 2, short)
         assert str(e.value).endswith(" of host memory; it fits with --memory-checkpoint-interval 0")
     check_memory(config, layout, 2, Machine(range(2, 3), device_type, None, Available(total, ""), copies=2 * copies))
+
+
+@for_each(("given", "nodes"), [("", 6), ("2:6", 2), ("1:6", 1)])
+def test_the_nodes_of_copies_are_those_of_all_ranks(given: str, nodes: int) -> None:
+    """pp 2 x dp 3 x cp 2 x tp 1, two ranks a node."""
+    axes = {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    config, layout = resolved(12, {"memory_checkpoint_interval": 7, "save": "x"} | axes)
+    config = replace(config, parallel=replace(config.parallel, elastic=given))
+    (rank, *_) = ranks = range(4, 6)
+    need = sum(estimated(config, layout, layout.coord(each).pp, "cuda").host for each in ranks)
+    copies = memory_copies(config, nodes)
+    assert copies == checkpoint_bytes(config) * (4 if nodes > 1 else 2) // nodes
+    for missing in (0, 1):
+        node = Machine(ranks, "cuda", None, Available(need + copies - missing, "of host memory"))
+        if not missing:
+            check_memory(config, layout, rank, node)
+            continue
+        with pytest.raises(ValueError, match=f"each of {nodes} nodes? holds|each of 1 node holds"):
+            check_memory(config, layout, rank, node)
+
+
+def test_the_way_out_leaves_a_layer_to_every_virtual_stage() -> None:
+    """pp 2 x 3 chunks: at least 6 layers, though 5 would fit."""
+    options = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "interleaved", "virtual_pipeline_stages": 3}
+    config, layout = resolved(2, options | {"num_layers": 60, "recompute": "full"})
+    for layers in (6, 5):
+        fits = resolved(2, (options if layers == 6 else {"pipeline_model_parallel_size": 2}) | {"num_layers": layers})
+        free = max(estimated(*fits, stage, "cuda").total for stage in range(2))
+        with pytest.raises(ValueError) as refusal:
+            check_memory(config, layout, 0, Machine(range(2), "cuda", Available(free, "free on its GPU"), None))
+        named = re.search(r"at most --num-layers (\d+)", str(refusal.value))
+        assert bool(named) == (layers == 6) and (named is None or int(named[1]) >= 6), refusal.value
 
 
 @for_each(

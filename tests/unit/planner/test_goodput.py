@@ -16,8 +16,6 @@ from megazero.planner.goodput import best_interval, goodput, ways
 from megazero.planner.time.devices import load_device
 from tests.helpers.table import for_each
 
-pytestmark = pytest.mark.second
-
 
 def stretches(interval: float, save: float, restart: float, mtbf: float, seed: int) -> list[float]:
     """Simulate 4,000 stretches of work and save, event by event: the seconds that each takes.
@@ -160,6 +158,7 @@ def test_ways_of_a_job() -> None:
     assert busy.interval == pytest.approx(checkpoint_bytes(large) / 512 / 1.2e8) and busy.save < busy.interval
 
 
+@pytest.mark.second
 def test_it_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def planned(flags: str) -> str:
         pretrain_gpt.main(flags.split())

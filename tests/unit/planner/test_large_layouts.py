@@ -2,6 +2,7 @@
 
 import functools
 import io
+import re
 
 import pytest
 import torch
@@ -13,15 +14,17 @@ from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.cli import parse
 from megazero.flags.config import Config
+from megazero.flags.flag_names import with_values
 from megazero.flags.resolve import resolve
 from megazero.host import Available, Machine
 from megazero.observe.bubble import StageTimes, bubble
 from megazero.observe.events import software
 from megazero.observe.start_report import _memory, details, drawing
 from megazero.observe.stragglers import slow_ranks
-from megazero.planner.bytes.capacity import check_memory, estimated, least
+from megazero.planner.bytes.capacity import check_memory, checkpoint_bytes, estimated, least
 from megazero.planner.bytes.estimate import KINDS, StageBytes, estimate, stage_bytes
-from megazero.planner.plan_report import show, summary
+from megazero.planner.goodput import ways
+from megazero.planner.plan_report import show, show_failures, summary
 from megazero.planner.run_plan import Plan
 from megazero.planner.search.search_report import search_command
 from megazero.planner.time.devices import load_device
@@ -30,7 +33,7 @@ from megazero.planner.time.step_time import PARTS, Parts, StepTime
 from megazero.planner.trace.pretend import pretend_mesh
 from megazero.planner.trace.trace import model_flops
 from megazero.run.trainer import Trainer
-from megazero.units import size
+from megazero.units import duration, size
 from scripts.draw_schedule import plain_pipeline
 from tests.helpers.table import for_each
 
@@ -253,10 +256,10 @@ def test_devices_without_a_switch_have_one_link_to_each_other() -> None:
 def test_messages_between_stages_share_a_nodes_cards() -> None:
     """H100: 8 devices a node. Stages of 16 ranks leave a node with 8 messages at once, of 2 ranks with 2."""
     device = load_device("h100-80gb")
-    for layout, nodes in ((Layout(pp=4, dp=16), 8), (Layout(pp=16, dp=2), 2)):
+    for layout, nodes in ((Layout(pp=4, dp=16), 8), (Layout(pp=16, dp=2), 2), (Layout(pp=4, cp=2, tp=2), 4)):
         network = Network(device, layout)
         (between, latency), each = network.between, device.devices_per_node
-        leaving = each // (layout.dp * layout.tp) or 1  # the first message that crosses: stage 3 to 4, or 0 to 1
+        leaving = each // nodes  # the first message that crosses: stage 3 to 4, or 0 to 1
         sender = leaving - 1
         assert network.message(1e9, sender, sender + 1) == pytest.approx(
             latency + 1e9 / min(network.inside[0], between / nodes)
@@ -270,6 +273,41 @@ def test_a_job_of_several_nodes_is_started_by_sbatch() -> None:
     )
     plan = made_plan([9] * 12, 12)
     assert search_command(plan, plan.config, []).startswith("sbatch --nodes=2 ")
+
+
+def test_planned_numbers_by_hand() -> None:
+    """36 ranks, 2,400,000 samples of 8 tokens in 2 s; 1 to 3 s at the ends; 5,000 steps take 10,000 s."""
+    plan = made_plan([9] * 12, 36)
+    values = {"global-batch-size": 2_400_000, "train-iters": 5000}
+    plan = plan._replace(config=with_values(plan.config, values))
+    flops = model_flops(plan.config.model, 2_400_000)
+    peak = plan.device[f"compute.{plan.config.training.precision}"]
+    mfu = [flops / seconds / 36 / peak for seconds in (2, 3, 1)]
+    step, speed, length = summary(plan)[:3]
+    assert step.startswith("planned step: 2 s; 1 to 3 s with all constants of h100-80gb")
+    assert speed == (
+        f"planned speed: {flops / 2 / 36 / 1e12:.1f} TFLOP/s per device (recompute not counted), MFU {mfu[0]:.1%} "
+        f"({mfu[1]:.1%} to {mfu[2]:.1%}), 829.44 B tokens a day"
+    )
+    hours = [f"{10_000 / 3600 / share:.1f}" for share in (plan.reached.median, plan.reached.most, plan.reached.least)]
+    assert length == f"--train-iters 5000: 96.00 B tokens, {hours[0]} hours expected ({hours[1]} to {hours[2]})"
+
+
+def test_failures_of_jobs_of_each_size() -> None:
+    """A row per number of devices, each with its own time between failures and its own ways to save."""
+    plan = made_plan([9] * 12, 36)
+    plan = plan._replace(config=with_values(plan.config, {"mtbf": 1000.0, "save": "x"}))
+    console = Console(width=200, record=True, file=io.StringIO())
+    show_failures(plan, console)
+    text = console.export_text()
+    rows = {cells[0]: cells[1:] for line in text.splitlines() if (cells := re.findall(r"[\d:,.%]+", line))}
+    for devices in (36, 64, 1024, 16384):
+        wanted = [word for way in ways(plan.config, plan.device, devices, 1000.0)
+                  for word in (duration(way.interval), f"{way.goodput:.2%}")]  # fmt: skip
+        assert rows[f"{devices:,}"] == [duration(3_600_000 / devices), *wanted], devices
+    disk, memory = (max(1, round(way.interval / 2)) for way in ways(plan.config, plan.device, 36, 1000.0))
+    assert f"--save-interval {disk}, or --memory-checkpoint-interval {memory} with rare saves" in text
+    assert f"a checkpoint has {size(checkpoint_bytes(plan.config))}" in text
 
 
 # -- dp > 1 without tensor parallelism

@@ -16,7 +16,7 @@ from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.flat_layout import Matrices
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.layout.topology import Layout
-from megazero.engine.plan.program.operations import Fetch, Forward, Gather, Start, Update, Wait
+from megazero.engine.plan.program.operations import Backward, Fetch, Forward, Gather, Start, Update, Wait
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.cli import parse, read
@@ -610,7 +610,7 @@ def on_nodes(options: str, each: int, cpus: int) -> str:
 )
 def test_the_command_of_a_search_starts_the_ranks_that_were_planned(device: str, world: int, starts: str) -> None:
     """Nodes x tasks of a node are all ranks: on nodes of 8, and on hosts of 4 in NVLink domains of 72."""
-    argv = f"{SMALL} --plan-search --world-size {world} --device-type {device} --global-batch-size 120".split()
+    argv = f"{SMALL} --plan-search --world-size={world} --global-batch-size 120 --device_type {device}".split()
     config = parse(argv)
     plan = make_plan(*plan_config(config))
     assert plan.layout.world_size == world
@@ -671,6 +671,25 @@ def test_the_cost_of_matrices_is_added_up_once(optimizer: str, monkeypatch: pyte
     matrices = sum(piece.matrices is not None for flat in flats.values() for piece in flat.pieces)
     assert matrices > 100 and layout.dp == 32
     assert (uneven > 1, len(asked)) == ((True, matrices) if optimizer == "muon" else (False, 0))
+
+
+@for_each("micro_batches", [23, 24])
+def test_a_long_schedule_takes_as_long_as_two_short_ones_say(micro_batches: int) -> None:
+    """Exactly, if all layers are equal: also where the first group of an interleaved schedule is short."""
+    flags = "--num-layers 6 --pipeline-model-parallel-size 3 --pipeline-schedule interleaved --micro-batch-size 1"
+    flags = f"{SMALL} {flags} --virtual-pipeline-stages 2 --global-batch-size {micro_batches}"
+    config, layout = resolve(parse(flags.split()), 3, 0, declare)
+    specs, few = (
+        [rank_spec(config, layout, pp, declare) for pp in range(3)],
+        Few.of("interleaved", layout, micro_batches),
+    )
+
+    def seconds(count: int) -> float:
+        steps = [program(spec, "interleaved", count).gradients for spec in specs]
+        return simulate(steps, lambda op: {Forward: 1.0, Backward: 3.0}.get(type(op), 0.0)).seconds
+
+    assert len(few.counts) == 2 and max(few.counts) < micro_batches
+    assert few.extend([seconds(count) for count in few.counts]) == seconds(micro_batches)
 
 
 @for_each("schedule", ["1f1b", "interleaved --virtual-pipeline-stages 2"])

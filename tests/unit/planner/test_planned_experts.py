@@ -1,17 +1,21 @@
 """Plans and searches of models with experts: imbalance, bounds of memory, layouts of experts."""
 
+import itertools
 import random
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 from rich.console import Console
 
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.layers import stage_units
+from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.cli import parse
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.capacity import estimated, least
+from megazero.planner.layouts import least_layout
 from megazero.planner.run_plan import as_json, make_plan, plan_config
 from megazero.planner.search.candidates import Sizes, candidates
 from megazero.planner.search.search import ClosedTerms
@@ -29,6 +33,14 @@ MODEL = (
 )
 CLUSTER = "--plan --world-size 4 --device-type h100-80gb"
 ROWS = 128
+
+
+def test_the_least_layout_has_as_few_replicas_as_the_experts_allow() -> None:
+    for tp, cp, ep, expert_tp in itertools.product((1, 2, 3), (1, 2, 3), (1, 2, 6, 8), (0, 1, 2)):
+        found = least_layout(tp, cp, ep, expert_tp)
+        each = ep * (expert_tp or tp)  # ranks that share the experts
+        assert found == Layout(dp=next(dp for dp in count(1) if dp * cp * tp % each == 0), tp=tp, cp=cp, ep=ep,
+                               expert_tp=expert_tp)  # fmt: skip
 
 
 def traced(flags: str) -> tuple[LayerSizes, LayerEvents]:

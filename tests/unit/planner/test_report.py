@@ -36,6 +36,9 @@ def test_pa_reports_the_bytes_that_it_saves_and_sends() -> None:
     line = partition_line(*resolved(PA))
     assert f"saves {5 * block // 2:,} bytes of this rank's memory" in line
     assert f"adds {2 * 5 * block // 2:,} bytes" in line
+    assert line.endswith(
+        f" bytes to its tp traffic of an iteration ({2 * 5 * block // 2 / rows(FULL)['tp traffic']:.1%})"
+    )
     assert line in bytes_table(*resolved(PA))
     assert partition_line(*resolved(FULL)) == ""
 
@@ -146,3 +149,17 @@ def test_a_queue_of_weight_gradients_is_reported_and_with_full_recompute_warned_
         assert ("--zero-bubble-backlog 1" in line) == (recompute == "full")
     plain = replace(config, parallel=replace(parallel, pipeline_schedule="1f1b", zero_bubble_backlog=0))
     assert queue_line(*resolve(plain, 4, 0, declare)) == ""
+
+
+def test_the_ranks_of_a_formula_are_those_of_its_group() -> None:
+    """dp 12 x cp 2 in 3 copies of 8 ranks; of the 16 ranks of a copy with tp 2, 2 share each part of an expert."""
+    config = Config(
+        model=ModelConfig(2, 64, 256, 4, 16, 101, architecture="mixtral", num_experts=4),
+        training=TrainingConfig(micro_batch_size=1, global_batch_size=12),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=2, context_parallel_size=2, expert_model_parallel_size=4, sequence_parallel=True
+        ),
+        zero=ZeroConfig(zero_stage=1, zero_shard_size=8),
+    )
+    (row,) = (row for row in report_rows(*resolve(config, 48, 0, declare)) if row.kind == "dp traffic")
+    assert row.formula == "(4 + 4) Psi x (N-1)/N, N = 8 (experts: 2) + 2 x 4 Psi / 8 x (3-1)/3"

@@ -160,7 +160,6 @@ def test_a_search_leaves_out_no_layout_that_fits() -> None:
             assert ClosedTerms(config, 4, just).fits(c), (more, c)
 
 
-@pytest.mark.second
 @for_each(
     "schedule, length, batches",
     [
@@ -191,7 +190,6 @@ def test_the_bound_of_memory_is_one_at_the_borders_of_a_schedule(
         assert 0.9 * peak < terms.memory(c) <= peak, (count, terms.memory(c) / peak)
 
 
-@pytest.mark.second
 @for_each(
     "length, axes",
     [
@@ -275,7 +273,6 @@ def ratios(config: Config, world: int, device: Device, both: Sequence[Candidate]
     return ranked[0] / ranked[1], simulated[0] / simulated[1]
 
 
-@pytest.mark.second
 @for_each(
     "flags, world, device, one, other",
     [
@@ -283,6 +280,17 @@ def ratios(config: Config, world: int, device: Device, both: Sequence[Candidate]
         (f"{LONG.replace('8192', '2048')} --vocab-size 500000", 2, H100, {"cp": 2}, {}),
         # a stage rebuilds the inputs of its own blocks
         (f"{SHORT} --num-layers 8", 8, slow_network(), {"partition": True}, {}),
+        # experts are reduced over ranks of their own: with ep 2, over half as many as other weights
+        *(
+            (
+                f"{SHORT} {EXPERTS}",
+                8,
+                slow_network(),
+                {"ep": 2, "zero_stage": 1, "shard": n},
+                {"ep": 2, "zero_stage": 1},
+            )
+            for n in (2, 4)
+        ),
     ],
 )
 def test_formulas_follow_the_simulation(

@@ -11,6 +11,7 @@ from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.context import MicroBatchInfo, ResidualStream
 from megazero.engine.model.stage import declare
+from megazero.engine.plan.layout.layers import ROUTER_SUMS
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import DENSE
 from megazero.engine.plan.program.operations import (
@@ -30,9 +31,19 @@ from megazero.engine.plan.program.operations import (
 )
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.cli import parse
+from megazero.flags.flag_names import with_values
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import estimate, stage_bytes, stage_moments
-from megazero.planner.sizes import LayerSizes, Moved, StepSizes, least_held
+from megazero.planner.sizes import (
+    LayerSizes,
+    Moved,
+    StepSizes,
+    hidden_bytes,
+    kept_input_bytes,
+    keys_bytes,
+    least_held,
+    logits_bytes,
+)
 from megazero.planner.state_shares import Share, States
 from megazero.planner.trace.pretend import pretend_mesh
 from tests.helpers.table import for_each
@@ -75,6 +86,33 @@ def test_every_operation_moves_its_buffer_along_its_axis() -> None:
     assert whole.moves(Reduce("blocks.0")) == (Moved("shard", "all-reduce", 4 * whole.numel["blocks.0"]),)
     assert [move.axis for move in whole.moves(GradNorm())] == ["tp", "pp"]
     assert [move.axis for move in whole.agreed()] == ["data", "data", "pp"]
+
+
+def test_ranks_agree_on_targets_losses_and_routers_by_hand() -> None:
+    """Two corpora by name and a further head: 3 numbers; in 3 layers and the head 6 experts and sums; 8 bytes each."""
+    flags = "--architecture mixtral --num-experts 6 --moe-layer-freq [0,1,1,1] --mtp-num-layers 1 --data-path 1 a 3 b"
+    sizes = sizes_of(f"{flags} --tensor-model-parallel-size 2")
+    losses, routers = 3 * 8, 4 * (6 + ROUTER_SUMS) * 8
+    moved = [(move.axis, move.collective, move.num_bytes, move.control) for move in sizes.agreed()]
+    assert moved == [
+        *[(axis, "all-reduce", losses, True) for axis in ("data", "data", "pp")],
+        *[(axis, "all-reduce", routers, True) for axis in ("data", "tp", "pp")],
+    ]
+
+
+def test_tokens_of_a_rank_by_hand() -> None:
+    """tp 2, cp 3, pp 4, dp 5, micro-batch 7 of 24 tokens: each rank has 56 tokens, and half of 6 heads of keys of 8."""
+    flags = (
+        "--architecture llama --num-layers 4 --hidden-size 96 --num-attention-heads 12 --num-query-groups 6 "
+        "--seq-length 24 --vocab-size 500 --micro-batch-size 7 --precision bf16 --context-parallel-size 3 "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --recompute full"
+    )
+    config, layout = resolve(parse(flags.split()), 120, 0, declare)
+    found = (each(config, layout) for each in (hidden_bytes, kept_input_bytes, keys_bytes, logits_bytes))
+    assert tuple(found) == (56 * 96 * 2, 56 * 96 * 2, 2 * 56 * 3 * 8 * 2, 56 * 500 * 2 // 2)
+    halves = with_values(config, {"sequence-parallel": True}), with_values(config, {"partition-activations": True})
+    assert [hidden_bytes(each, layout) for each in halves] == [56 * 96 * 2 // 2, 56 * 96 * 2]
+    assert [kept_input_bytes(each, layout) for each in halves] == [56 * 96 * 2 // 2] * 2
 
 
 def test_ranks_of_a_shard_sum_the_replicated_part_that_they_own() -> None:

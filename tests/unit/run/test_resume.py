@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -314,8 +315,12 @@ def test_a_latest_that_is_a_folder_loses_no_save(tmp_path: Path, caplog: pytest.
 
 def test_a_damaged_state_falls_back_and_an_exact_load_does_not(tmp_path: Path) -> None:
     older, newer = save(tmp_path, 1), save(tmp_path, 2)
-    (newer / "state.json").write_bytes(b" " + (newer / "state.json").read_bytes())
+    for each in (newer, save(tmp_path, 3), save(tmp_path, 4)):  # of several, each is passed over once
+        (each / "state.json").write_bytes(b" " + (each / "state.json").read_bytes())
     assert find_checkpoint(config(load=tmp_path)) == older
+    shutil.rmtree(tmp_path / "iter_0000003")
+    shutil.rmtree(tmp_path / "iter_0000004")
+    (tmp_path / "latest").write_text("iter_0000002\n")
     exact = replace(Config(), checkpoint=CheckpointConfig(load=str(tmp_path), load_exact=True))
     for refused in (exact, config(load=newer)):
         with pytest.raises(checkpoint.Damaged, match=r"iter_0000002.*state.json.*checksum"):
