@@ -61,13 +61,16 @@ def _named_or_remembered(config: Config) -> Tokenizer | None:
 
 
 def _beginning_of_documents(words: Sequence[str], own: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ids that begin texts of a run: those of the first corpus, if PREFIX.json has them, or else `own`."""
+    """Return the ids that begin texts of a run: those of the first corpus, or without a PREFIX.json `own`.
+
+    Corpora of earlier versions begin with none, and their PREFIX.json does not name any.
+    """
     try:
         prefix = next((prefix for _, prefix in parse_data_path(words)), None) if words else None
         about = read_about(IndexedDataset(prefix)) if prefix is not None else {}
     except (OSError, ValueError):  # reported when the corpora are opened
         return own
-    return tuple(about["bos"] or ()) if "bos" in about else own
+    return tuple(about.get("bos") or ()) if about else own
 
 
 def remembered_tokenizer(data: IndexedDataset) -> Tokenizer | None:
@@ -89,7 +92,7 @@ def remembered_tokenizer(data: IndexedDataset) -> Tokenizer | None:
             faults.append(str(error))
             continue
         if about.get("tokenizer_hash", loaded.identity) == loaded.identity:
-            return loaded
+            return loaded if "bos" in about else loaded.prepending(False)
         faults.append(f"--tokenizer {spec} is no longer the one that made this corpus")
     if faults:
         raise ValueError(

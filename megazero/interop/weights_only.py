@@ -48,6 +48,7 @@ def write_weights(
         run=uuid.uuid4().hex,
         weights_only=True,
         saved_tokenizer=saved,
+        texts_begin=True,
         source_type=state.source_type,
         expert_biases=expert_biases or {},
     )

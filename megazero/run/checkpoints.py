@@ -198,6 +198,7 @@ class Checkpoints:
             sound=progress.skipped_in_a_row == 0,
             fingerprints=self.fingerprints,
             saved_tokenizer=self.saved_tokenizer,
+            texts_begin=True,
             stage=self.stage.first,
             source_digest=self.source_digest,
             source_type=self.source_type,

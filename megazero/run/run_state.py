@@ -64,6 +64,7 @@ class RunState:
     averages: Count = 0  # changes of the running average of the weights so far
     source_digest: str = ""  # of the config.json from which the model came, config["hf_config"]
     source_type: str = ""  # its model_type, which an export has again
+    texts_begin: bool = False  # as saved_tokenizer puts it; earlier versions put nothing before a text
     # layer -> biases of its experts, of --moe-router-enable-expert-bias
     expert_biases: dict[str, list[Finite]] = field(default_factory=dict)
 
@@ -184,7 +185,8 @@ def run_tokenizer(path: Path, state: RunState) -> Tokenizer:
     if not spec:
         raise ValueError(f"--load {path}: that run had no tokenizer; give --tokenizer")
     try:
-        return load_tokenizer(spec)
+        found = load_tokenizer(spec)
+        return found if state.texts_begin or state.config.get("hf_config") else found.prepending(False)
     except ValueError as error:
         if state.saved_tokenizer:
             raise

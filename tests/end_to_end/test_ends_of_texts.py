@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,11 @@ def check_ends(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert found["finish"] == ("end of document" if ended else "length")
     assert [found["tokens"] + ended, found["prompt"]] == [len(stopped), PROMPT]
     assert stopped[-1] in (*own.ends, free[3]) if ended else stopped == free
+    path = find(tmp_path / "run")
+    state = RunState.read(path)
+    assert run_tokenizer(path, state).bos == own.bos
+    earlier = replace(state, texts_begin=False, config={})  # of a run before texts had beginnings
+    assert run_tokenizer(path, earlier).bos == ()
     return made | {"config": json.loads((output / "config.json").read_text())}
 
 

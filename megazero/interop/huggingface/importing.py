@@ -167,6 +167,7 @@ def _state(config: Config, saved_tokenizer: str) -> RunState:
         run=run,
         weights_only=True,
         saved_tokenizer=saved_tokenizer,
+        texts_begin=True,
     )
 
 

@@ -282,7 +282,13 @@ def test_a_run_begins_texts_as_its_corpus_does(tmp_path: Path, begins: bool, fla
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
     prefix = preprocess(tmp_path / "c", tmp_path / "a.jsonl", theirs, flag)
     plain = str(write_corpus(tmp_path / "plain", [[1, 2]]))
+    earlier = preprocess(tmp_path / "e", tmp_path / "a.jsonl", theirs, "--no-prepend-bos")
+    about = json.loads(Path(f"{earlier}.json").read_text())
+    del about["bos"]  # as an earlier version wrote it, which knew no beginning
+    Path(f"{earlier}.json").write_text(json.dumps(about))
     for data, expected in (
+        (DataConfig(data_path=(earlier,)), False),
+        (DataConfig(data_path=(earlier,), tokenizer=str(theirs)), False),
         (DataConfig(data_path=(prefix,)), not begins),
         (DataConfig(data_path=(prefix,), tokenizer=str(theirs)), not begins),
         (DataConfig(data_path=(plain,), tokenizer=str(theirs)), begins),
