@@ -394,7 +394,7 @@ def keep(rank: int, save: str, memory: str) -> tuple[list[int], dict[str, bytes]
 
 
 def test_a_node_keeps_whole_copies_of_the_one_before(ranks: Any, tmp_path: Path) -> None:
-    """Of files of several pieces, and of any lengths; a damaged file is read from the next node."""
+    """Files have several pieces, and any lengths; a damaged one is read from the next node."""
     found = ranks(3).run(keep, str(tmp_path / "saved"), str(tmp_path / "memory"))
     own = [files[f"rank_{rank:05}.safetensors"] for rank, (_, files, _, _) in enumerate(found)]
     for rank, (planned, files, same, said) in enumerate(found):

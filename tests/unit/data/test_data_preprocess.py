@@ -20,6 +20,7 @@ from data_tools.sources import find_sources
 from megazero.data.indexed import IndexedDataset
 from megazero.data.tokenizer import load_tokenizer
 from megazero.flags.cli import parse
+from megazero.units import things
 from tests.helpers.table import for_each
 from tests.unit.data_helpers import pack_index, pack_tokens, unpack_corpus, write_byte_tokenizer
 
@@ -152,7 +153,7 @@ def test_each_key_has_counts_of_its_own(tmp_path: Path, capsys: pytest.CaptureFi
         assert [(each["documents"], each["tokens"]) for each in about["sources"]] == counts
         assert (about["empty_documents"], about["duplicate_documents"]) == (empty, 3)
         number, total = len(documents), sum(map(len, documents))
-        left_out = f"{empty} empty document{'s' * (empty > 1)} left out"
+        left_out = f"{things(empty, 'empty document')} left out"
         assert f"_{key}_document: {number} documents, {total} tokens, uint16; {left_out}\n" in printed
     assert "3 documents left out, equal to an earlier one\n" in printed
 

@@ -15,7 +15,7 @@ from tests.helpers.table import for_each
 def test_a_hash_is_of_the_bits_and_their_places(
     dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the pieces are in which it is computed; also where two whole pieces change places."""
+    """It does not depend on the pieces in which it is computed, and sees two whole pieces that change places."""
     x = torch.arange(13).to(dtype)
     whole = checksum(x)
     monkeypatch.setattr(replicas, "PIECE", piece)
