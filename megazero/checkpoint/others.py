@@ -10,7 +10,7 @@ from megazero.checkpoint.manifest import MANIFEST
 MOST_ENTRIES, MOST_FOLDERS, DEPTH = 4096, 64, 4  # looked at: in all, below each folder, and levels
 
 
-class Kind(NamedTuple):
+class Format(NamedTuple):
     """A format.
 
     Attributes:
@@ -29,61 +29,61 @@ BY_DEEPSPEED = "DeepSpeed's zero_to_fp32.py and the model's save_pretrained writ
 BY_BRIDGE = "export_ckpt of Megatron-Bridge writes a Hugging Face folder"
 BY_LIBRARY = "write a Hugging Face folder with the model's save_pretrained"
 
-HUGGING_FACE = Kind(
+HUGGING_FACE = Format(
     "a Hugging Face model", ("config.json + *.safetensors", "config.json + pytorch_model*.bin"), "--load it alone"
 )
 
 # The first that fits counts: files of a later kind may be next to those of an earlier one.
 KINDS = (
-    Kind(
+    Format(
         "a universal checkpoint of DeepSpeed", ("latest_universal", "zero/*/fp32.pt", "*/zero/*/fp32.pt"), BY_DEEPSPEED
     ),
-    Kind(
+    Format(
         "a checkpoint of transformers' Trainer",
         ("trainer_state.json", "checkpoint-*/trainer_state.json", "checkpoint-*/optimizer.*"),
         "the folder in it that has config.json and the weights is a Hugging Face folder",
     ),
-    Kind(
+    Format(
         "a checkpoint of DeepSpeed",
         ("*_states.pt", "*/*_states.pt", "zero_to_fp32.py", "*/zero_to_fp32.py", "global_step*"),
         BY_DEEPSPEED,
     ),
-    Kind(
+    Format(
         "a checkpoint of Megatron-LM (torch_dist)",
         ("common.pt", "*/common.pt", ".metadata + metadata.json", "*/.metadata + */metadata.json"),
         BY_BRIDGE,
     ),
-    Kind(
+    Format(
         "a checkpoint of Megatron-LM",
         ("mp_rank_*/*.pt", "*/mp_rank_*/*.pt", "latest_checkpointed_iteration.txt"),
         BY_BRIDGE,
     ),
-    Kind(
+    Format(
         "a distributed checkpoint of PyTorch (DCP)",
         (".metadata", "*/.metadata", "*.distcp", "*/*.distcp"),
         "the system that wrote it has a converter to Hugging Face (torchtitan: convert_to_hf.py)",
     ),
-    Kind("a checkpoint of Accelerate", ("random_states_*.pkl", "*/random_states_*.pkl"), BY_LIBRARY),
+    Format("a checkpoint of Accelerate", ("random_states_*.pkl", "*/random_states_*.pkl"), BY_LIBRARY),
     HUGGING_FACE,
-    Kind("a checkpoint of NeMo", ("*.nemo",), "NeMo's export_ckpt writes a Hugging Face folder"),
-    Kind(
+    Format("a checkpoint of NeMo", ("*.nemo",), "NeMo's export_ckpt writes a Hugging Face folder"),
+    Format(
         "a checkpoint of PyTorch Lightning",
         ("*.ckpt", "checkpoints/*.ckpt", "version_*/checkpoints/*.ckpt"),
         BY_LIBRARY,
     ),
-    Kind(
+    Format(
         "a checkpoint of Orbax",
         ("_CHECKPOINT_METADATA", "*/_CHECKPOINT_METADATA"),
         "the system that wrote it has a converter to Hugging Face",
     ),
-    Kind("a file of torch.save", ("*.pt", "*.pth", "pytorch_model*.bin", "*.bin + *.index.json"), BY_LIBRARY),
+    Format("a file of torch.save", ("*.pt", "*.pth", "pytorch_model*.bin", "*.bin + *.index.json"), BY_LIBRARY),
 )
 
 
 class Other(NamedTuple):
     """A checkpoint of another system, and the path in the folder by which it was recognised."""
 
-    kind: Kind
+    kind: Format
     path: Path
 
 

@@ -241,7 +241,7 @@ class GPTDataset:
         """Return the sample of an epoch that its shuffle has at a place; both are counted from 0."""
         shuffle = self._table(epoch).shuffle
         drawn = int(shuffle[place])
-        if not 0 <= drawn < shuffle.size:
+        if not 0 <= drawn < len(shuffle):
             raise ValueError(
                 f"--data-path {self.data.prefix}: epoch {epoch} has {shuffle.size} samples, and its table names sample "
                 f"{drawn}; delete {self.data.prefix}_index_cache, and resume from the last checkpoint"

@@ -147,6 +147,7 @@ ELSEWHERE = {
     "experts.md": ("tests/end_to_end/test_experts_shown.py", "trains for minutes"),
     "fine_tune.md": ("tests/end_to_end/test_fine_tuning.py", "compares every step with transformers"),
     "megatron.md": ("tests/unit/flags/test_foreign.py", "eight GPUs"),
+    "pretended_gpu.md": ("benchmarks/tests/test_commands.py", "a machine with a GPU and no network"),
     "recipes.md": ("tests/unit/flags/test_recipe.py", "trains for days"),
     "tasks.md": ("tests/end_to_end/test_task_runs.py", "its data sets are the reader's"),
     "tour.md": ("tests/unit/house/test_docs.py", "its output is compared there"),

@@ -20,7 +20,7 @@ from megazero.observe.report.curves import chart_data, start_text
 from megazero.observe.report.heat_map import MOST_COLUMNS, HeatMap, heat_map, logarithmic_limits
 from megazero.observe.report.lost_time import KEPT, kept_share, spent
 from megazero.observe.report.records import by_name
-from megazero.observe.report.runs import METRICS, Run, curve, keys_of, left_out, read_run, smooth
+from megazero.observe.report.runs import METRICS, Run, curve, keys_of, line_faults, read_run, smooth
 from megazero.observe.shown_tasks import task_scores
 from megazero.planner.layouts import layout_words, rank_layers, stage_copies
 from megazero.units import count, duration, ranges, size, things
@@ -139,7 +139,7 @@ def _read(run: Run) -> Iterator[str]:
     if run.stride > 1:
         yield f"One of {run.stride} iterations of {run.name} was read."
     if run.faults:
-        yield f"{run.name} has {left_out(run.faults)}."
+        yield f"{run.name} has {line_faults(run.faults)}."
 
 
 # -- summary

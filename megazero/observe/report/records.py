@@ -1,7 +1,7 @@
 """Lines of metrics.jsonl and events.jsonl, whose types are checked once, where they are read.
 
 Anybody may have written a log folder. A key that no page computes with, or that a chart looks up number by number, is
-not listed: `number` and `by_name` take any value.
+not listed: `drawable` and `by_name` take any value.
 """
 
 import json
@@ -21,7 +21,7 @@ Ranks = Annotated[int, Meta(ge=0, le=10**7)]
 Scores = dict[str, Real | None]
 
 
-class Sample(TypedDict):
+class ShownText(TypedDict):
     prompt: str
     text: str
 
@@ -37,7 +37,7 @@ class Metrics(TypedDict, total=False):
     memory_bytes: dict[str, Amount | None]
     traffic_bytes: dict[str, Amount | None]
     pause_seconds: dict[str, Amount]
-    samples: list[Sample]
+    samples: list[ShownText]
     moe_choices: dict[str, Annotated[list[Amount], Meta(min_length=1)]]
     task_acc: Scores
     task_acc_norm: Scores
@@ -91,7 +91,7 @@ def checked(record: Record, kind: type, faults: list[str]) -> Record:
     return record
 
 
-def number(value: Any) -> float:
+def drawable(value: Any) -> float:
     """Return a number that can be drawn; NaN for anything else."""
     return float(value) if isinstance(value, (int, float)) and abs(value) <= MOST else math.nan
 

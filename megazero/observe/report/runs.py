@@ -11,7 +11,7 @@ import numpy as np
 
 from megazero.log import log
 from megazero.observe.progress_line import Record
-from megazero.observe.report.records import Event, Metrics, by_name, checked, number, parse_record
+from megazero.observe.report.records import Event, Metrics, by_name, checked, drawable, parse_record
 from megazero.units import things
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -120,15 +120,21 @@ def read_run(folder: Path) -> Run:
             "name the --log-dir of a run that trains"
         )
     if not found:
-        damaged = f", but {left_out(faults)}" if faults else " yet"
+        damaged = f", but {line_faults(faults)}" if faults else " yet"
         raise ValueError(f"{metrics} has no iteration{damaged}; name the --log-dir of a run that trains")
     events = tuple(read_events(folder, faults))
     if faults:
-        log.warning(f"{folder}: {left_out(faults)}")
-    return Run(folder.resolve().name, tuple(found[i] for i in sorted(found)), events, stride, tuple(faults))
+        log.warning(f"{folder}: {line_faults(faults)}")
+    return Run(
+        name=folder.resolve().name,
+        records=tuple(found[i] for i in sorted(found)),
+        events=events,
+        stride=stride,
+        faults=tuple(faults),
+    )
 
 
-def left_out(faults: Sequence[str]) -> str:
+def line_faults(faults: Sequence[str]) -> str:
     """Describe the lines of a log folder that were left out."""
     return f"{things(len(faults), 'line')} that no run wrote, which were left out, such as: {faults[0]}"
 
@@ -152,10 +158,10 @@ def column(run: Run, key: str) -> Array:
         value = record.get(outer)
         if isinstance(value, dict):
             if not inner:
-                value = max((n for n in map(number, value.values()) if not math.isnan(n)), default=None)
+                value = max((n for n in map(drawable, value.values()) if not math.isnan(n)), default=None)
             else:
                 value = value.get(inner)
-        found[place] = number(value)
+        found[place] = drawable(value)
     return found
 
 

@@ -226,6 +226,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "tokenizer": As("Trainer.tokenizer"),
         "watchdog": As("Trainer.watchdog"),
         "stage": WHOLE,
+        "lock": Kind("SaveLock"),
     },
     "CheckpointLoader": {
         "saves": As("TrainingRun.loader.saves"),

@@ -226,7 +226,7 @@ def checkpoints_send_no_objects(sources: Sources) -> Iterator[str]:
 
 
 def _of_objects(name: str | None) -> bool:
-    return bool(name) and name.endswith(("_object", "_object_list"))
+    return bool(name) and name.endswith(("_object", "_object_list")) and name != "read_json_object"
 
 
 MOST_BY_POSITION = 4
