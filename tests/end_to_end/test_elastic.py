@@ -56,7 +56,7 @@ def test_failures_without_progress_end_the_run(tmp_path):
         assert said.count("generation") == 6 and said.count("another rank of this node has failed; ending") == 3
         assert "forcefully exiting" not in (tmp_path / "ranks" / "torchrun.log").read_text()
         assert "launch.sh: 3 failures in a row, each after iteration 5; the last: rank 0 ended with exit code 1" in said
-        assert said.rstrip().endswith("a fault in iteration 5") and " 0 ended with exit code 1" in said
+        assert said.count("a fault in iteration 5") == 3  # once for each, by the rank alone
 
 
 @pytest.mark.second
