@@ -456,23 +456,9 @@ def betas(flag: ForeignFlag) -> list[str]:
 CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
     function.__name__: function
     for function in (
-        *(
-            rename,
-            words,
-            choose,
-            pairs,
-            only,
-            unneeded,
-            refused,
-            minutes,
-            bucket,
-            shard_group,
-            exit_duration,
-            profile,
-            validation_share,
-        ),
+        *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
         *(scale_power, betas, scheduled_rate, words_unless_given, architecture, virtual_stages, output),
-        *(recomputed_layers, recomputed_modules),
+        *(recomputed_layers, recomputed_modules, bucket, shard_group),
         *(layer_pattern, linear_scaling, run_name, report, resume, data_seed, accumulation),
         *(rename_with_experts, refused_with_experts, expert_layers, balance),
         *(train_length, in_iterations, interval, warmup_fraction, evaluation, tokenizer),
