@@ -30,7 +30,7 @@ test-machines:  ## the default suite on seven imitated CPUs, with two and four t
 	$(BIN)/python -m tests.machines
 
 test-floors:  ## tests of data, flags and interop with the oldest Python and packages that pyproject.toml allows
-	$(BIN)/python -m tests.floors
+	$(BIN)/python -m tests.environments floors tests/unit/data tests/unit/flags tests/unit/interop
 
 test-gpu:  ## what needs a GPU
 	bash scripts/test.sh -m gpu

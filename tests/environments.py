@@ -1,9 +1,16 @@
-"""The default suite in other environments: `python -m tests.environments NAME [PYTEST ARGUMENT ...]`.
+"""Tests in other environments: `python -m tests.environments NAME [PYTEST ARGUMENT ...]`.
+
+| NAME | Python | packages |
+|---|---|---|
+| floors | the oldest | the oldest of all that pyproject.toml allows, extras included |
+| oldest | 3.12 | the oldest torch, without extras but transformers |
+| 3.12, 3.13 | that | requirements.txt |
 
 An environment is made once, in build/environments. On Linux, torch comes with CUDA, which needs no GPU: 5 GB. So CI
 makes none; tests/helpers/oldest_torch.py imitates the operators of the oldest torch there.
 """
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -12,18 +19,25 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TESTS = ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6"]
 CURRENT = ["-r", "requirements.txt"]
 
 
-def oldest() -> list[str]:
-    """Return the requirements of pyproject.toml without its extras, with the oldest torch."""
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        needed: list[str] = tomllib.load(file)["project"]["dependencies"]
-    return [re.sub(r"^torch>=([\d.]+),.*", r"torch==\1.*", line) for line in needed] + ["transformers>=5.0"]
+def floor(requirement: str) -> str:
+    """Return PACKAGE==VERSION with the oldest version that a requirement allows."""
+    return re.sub(r">=([\w.]+).*", r"==\1", requirement)
 
 
-ENVIRONMENTS = {"oldest": ("python3.12", oldest()), "3.12": ("python3.12", CURRENT), "3.13": ("python3.13", CURRENT)}
+EXTRAS = {name: list(needed) for name, needed in PROJECT["optional-dependencies"].items()}
+FLOORS = [floor(each) for each in (*PROJECT["dependencies"], *itertools.chain(*EXTRAS.values()))]
+OLDEST = [floor(each) if each.startswith("torch>=") else each for each in (*PROJECT["dependencies"], *EXTRAS["hf"])]
+ENVIRONMENTS = {
+    "floors": (f"python{PROJECT['requires-python'].removeprefix('>=')}", FLOORS),
+    "oldest": ("python3.12", OLDEST),
+    "3.12": ("python3.12", CURRENT),
+    "3.13": ("python3.13", CURRENT),
+}
 
 
 def make(name: str) -> Path:
