@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import device_gpu, gpu_check
+from benchmarks import device_gpu, gpu_check, gpu_parts
 from benchmarks.device import to_toml
 from benchmarks.reports.trained import small
 from megazero.planner.time.devices import load_device
@@ -152,15 +152,15 @@ def test_the_check_of_gpus_goes_on_after_a_failing_part(tmp_path: Path, monkeypa
     hangs = "import time; print('begun', flush=True); time.sleep(1000)"
     works = "print('| run | ms per step | planned ms |\\n|---|---|---|\\n| a | 30.0 | 20.0 |')"
     parts = (
-        gpu_check.Part("begins", "Does it?", ("-c", "print('begins')"), 1, 60),
-        gpu_check.Part("meets", "Does it?", ("-c", MEETS, here, there), 1, 300, together=True),
-        gpu_check.Part("is met", "Does it?", ("-c", MEETS, there, here), 1, 300, together=True),
-        gpu_check.Part("breaks", "Does it?", ("-c", "print('before'); raise SystemExit(3)"), 1, 60),
-        gpu_check.Part("hangs", "Does it?", ("-c", hangs), 1, 5),
-        gpu_check.Part("needs more", "Does it?", ("-c", "print('never')"), 1, 60, gpus=1000),
-        gpu_check.Part("outlasts", "Does it?", ("-c", "print('never')"), 3000, 3000),
-        gpu_check.Part("works", "Does it?", ("-c", works), 1, 60),
-        gpu_check.Part("packs", "Does it?", ("-c", PACKED, str(tmp_path / "outputs.tgz")), 1, 60),
+        gpu_parts.Part("begins", "Does it?", ("-c", "print('begins')"), 1, 60),
+        gpu_parts.Part("meets", "Does it?", ("-c", MEETS, here, there), 1, 300, together=True),
+        gpu_parts.Part("is met", "Does it?", ("-c", MEETS, there, here), 1, 300, together=True),
+        gpu_parts.Part("breaks", "Does it?", ("-c", "print('before'); raise SystemExit(3)"), 1, 60),
+        gpu_parts.Part("hangs", "Does it?", ("-c", hangs), 1, 5),
+        gpu_parts.Part("needs more", "Does it?", ("-c", "print('never')"), 1, 60, gpus=1000),
+        gpu_parts.Part("outlasts", "Does it?", ("-c", "print('never')"), 3000, 3000),
+        gpu_parts.Part("works", "Does it?", ("-c", works), 1, 60),
+        gpu_parts.Part("packs", "Does it?", ("-c", PACKED, str(tmp_path / "outputs.tgz")), 1, 60),
     )
     monkeypatch.setattr(gpu_check, "PARTS", parts)
     options = gpu_check.Options(folder=str(tmp_path), minutes=40)
