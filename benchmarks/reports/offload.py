@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.reports.blocks import markdown, write_blocks
 from megazero.engine.model.stage import declare
-from megazero.engine.options.limits import MOST_LAYERS
+from megazero.engine.options.option import MOST_LAYERS
 from megazero.flags.cli import parse
 from megazero.planner.parameter_counts import num_parameters
 from megazero.planner.run_plan import Plan, make_plan, plan_config

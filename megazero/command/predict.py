@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from megazero.flags.cli import Command, names_of
+from megazero.flags.flag_names import with_values
 from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.flags.stages import of_longest
 from megazero.log import log
@@ -20,7 +21,8 @@ def predict(command: Command) -> None:
 
     console, config = Console(width=None if sys.stdout.isatty() else 160), command.config
     device = load_device(config.plan.device_type)
-    config, note = gpu_defaults(config, command.given, device.fastest_precision if device.kind == "cuda" else None)
+    values, note = gpu_defaults(config, command.given, device.fastest_precision if device.kind == "cuda" else None)
+    config = with_values(config, values)
     config, of_stage, stage = of_longest(config)
     for line in filter(None, (note, command.left_out(config), stage)):
         log.info(line)

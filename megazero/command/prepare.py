@@ -17,6 +17,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.files import explain
 from megazero.flags.cli import Command
 from megazero.flags.config import Config, ModelConfig
+from megazero.flags.flag_names import with_values
 from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.flags.resolve import resolve
 from megazero.flags.stages import DataStage, last_samples, longest, read_stages
@@ -114,7 +115,8 @@ def prepare(command: Command, world: World) -> Prepared:
     if device.type == "cuda":
         bind_to_near_cpus(device)  # before any library starts threads, because these keep their CPUs
     fastest = launch.fastest_precision(device) if device.type == "cuda" else None
-    config, note = gpu_defaults(command.config, command.given, fastest)
+    values, note = gpu_defaults(command.config, command.given, fastest)
+    config = with_values(command.config, values)
     if other := command.left_out(config):
         log.info(other)
     require_packages(config.log)

@@ -6,6 +6,7 @@ from megazero.command.rehearsal.rehearsal_report import pretended_world, run_reh
 from megazero.engine.options.schema import Precision
 from megazero.flags.cli import Command
 from megazero.flags.config import Config
+from megazero.flags.flag_names import with_values
 from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.flags.stages import of_longest
 from megazero.log import log
@@ -17,7 +18,8 @@ from megazero.world import World
 
 def rehearse(command: Command, world: World) -> None:
     """Run the steps, and report their bytes next to the predicted ones."""
-    config, note = gpu_defaults(command.config, command.given, _fastest_precision(command.config, world))
+    values, note = gpu_defaults(command.config, command.given, _fastest_precision(command.config, world))
+    config = with_values(command.config, values)
     config, of_stage, stage = of_longest(config)
     for line in filter(None, (note, stage)):
         log.info(line)

@@ -6,57 +6,74 @@ import json
 import shlex
 import typing
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
-from megazero.engine.options.limits import Bounds
+from megazero.engine.options.option import Bounds, OnResume, Role
 from megazero.flags.config import Config
 
-# Flags that a search for a layout sets, in the order of a command line.
-LAYOUT_FLAGS = (
-    "tensor-model-parallel-size",
-    "context-parallel-size",
-    "pipeline-model-parallel-size",
-    "expert-model-parallel-size",
-    "expert-tensor-parallel-size",
-    "pipeline-schedule",
-    "virtual-pipeline-stages",
-    "pipeline-split",
-    "sequence-parallel",
-    "zero-stage",
-    "zero-shard-size",
-    "recompute",
-    "partition-activations",
-    "checkpoint-in-cpu",
-    "contiguous-checkpointing",
-    "micro-batch-size",
-)
+Fact = TypeVar("Fact")
 
 
 class Flag(NamedTuple):
     """A flag of the command line, which is a field of a group of `Config`.
 
     Attributes:
-        bounds: the values that it takes, if it takes a number.
+        group: empty for a field of `Config` itself.
+        facts: metadata of the field (`engine.options.option`), and the group's consequence on a resume behind its own.
     """
 
     group: str
     kind: Any
     default: Any
-    bounds: Bounds | None
+    facts: tuple[Any, ...]
+
+    def all(self, kind: type[Fact]) -> list[Fact]:
+        return [fact for fact in self.facts if isinstance(fact, kind)]
+
+    def first(self, kind: type[Fact]) -> Fact | None:
+        return next(iter(self.all(kind)), None)
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """The values that it takes, if it takes a number."""
+        return self.first(Bounds)
+
+    @property
+    def on_resume(self) -> OnResume:
+        return self.first(OnResume) or OnResume.NOTED
 
 
 @functools.cache
 def flags() -> Mapping[str, Flag]:
-    """Return every flag except --preset, by its name without dashes."""
-    found = {}
+    """Return every flag except --preset and --hf-config, by its name without dashes."""
+    found = dict[str, Flag]()
     for group, section in sections(Config()):
-        hints = typing.get_type_hints(type(section))
-        annotated = typing.get_type_hints(type(section), include_extras=True)
-        for field in dataclasses.fields(section):
-            extras = getattr(annotated[field.name], "__metadata__", ())
-            bounds = next((extra for extra in extras if isinstance(extra, Bounds)), None)
-            found[field.name.replace("_", "-")] = Flag(group, hints[field.name], field.default, bounds)
+        found |= _fields(type(section), group, getattr(section, "on_resume", OnResume.NOTED))
     return found
+
+
+@functools.cache
+def all_flags() -> Mapping[str, Flag]:
+    """Return every flag by its name without dashes."""
+    return {**_fields(Config, "", OnResume.UNSAID), **flags()}
+
+
+def _fields(kind: type, group: str, on_resume: OnResume) -> dict[str, Flag]:
+    """Return the fields of a dataclass that are no groups."""
+    hints, found = typing.get_type_hints(kind, include_extras=True), dict[str, Flag]()
+    for field in dataclasses.fields(kind):
+        if field.default is not dataclasses.MISSING:
+            hint = hints[field.name]
+            plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+            facts = (*getattr(hint, "__metadata__", ()), on_resume)
+            found[field.name.replace("_", "-")] = Flag(group, plain, field.default, facts)
+    return found
+
+
+@functools.cache
+def flags_with(fact: Any) -> tuple[str, ...]:
+    """Return the flags with a fact, such as a role, by their names without dashes."""
+    return tuple(name for name, flag in flags().items() if fact in flag.facts)
 
 
 def sections(config: Config) -> list[tuple[str, Any]]:
@@ -107,3 +124,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, str):  # JSON's escapes are TOML's, up to U+FFFF
         return '"' + "".join(json.dumps(c)[1:-1] if ord(c) <= 0xFFFF else f"\\U{ord(c):08x}" for c in value) + '"'
     return json.dumps(value)
+
+
+# In the order of a command line: the batch is last.
+LAYOUT_FLAGS = tuple(sorted(flags_with(Role.LAYOUT), key=lambda name: flags()[name].group == "training"))

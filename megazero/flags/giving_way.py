@@ -4,20 +4,19 @@ A preset describes a whole run, and a command line changes parts of it: a shorte
 the command line gives never gives way; if it is impossible, `validate` refuses it.
 """
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from megazero.engine.options.option import Requires, Role
 from megazero.flags.config import CheckpointConfig, Config
-from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, value_of, with_values
+from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, flags_with, value_of, with_values
 from megazero.flags.limit_checks import shorten
 from megazero.flags.resolve import make_layout
-from megazero.flags.validate import NEEDS, decay_end, iteration_range, lacks_needed, searches
+from megazero.flags.validate import iteration_range, lacks_needed, needed_words, searches
 from megazero.units import things
 
-# Flags of NEEDS that ask for another kind of run: dropping one would start a different run.
-KINDS_OF_RUN = ("elastic", "finetune", "eval-only", "plan", "plan-search")
-FOLDERS = frozenset({"save", "log-dir"})  # which a preset leaves to the command line
+# Folders that other flags need: a preset leaves them to the command line.
+FOLDERS = {*flags_with(Role.PLACE)} & {*flags_with(Role.PATH)}
 
 # Returns the value that the other flags allow, and the reason; the reason is empty if they allow the present value.
 Rule = Callable[[Config], tuple[Any, str]]
@@ -25,11 +24,11 @@ Rule = Callable[[Config], tuple[Any, str]]
 
 def _end(config: Config) -> str:
     flag = "--lr-decay-iters" if config.optimizer.lr_decay_iters else "--train-iters"
-    return f"{flag} is {decay_end(config)}"
+    return f"{flag} is {config.decay_end}"
 
 
 def _warmup(config: Config) -> tuple[int, str]:
-    optimizer, last = config.optimizer, decay_end(config)
+    optimizer, last = config.optimizer, config.decay_end
     warmup, decay = optimizer.lr_warmup_iters, max(1, optimizer.lr_wsd_decay_iters)
     if optimizer.lr_decay_style == "constant" or warmup + decay <= last:
         return warmup, ""
@@ -38,7 +37,7 @@ def _warmup(config: Config) -> tuple[int, str]:
 
 
 def _wsd_decay(config: Config) -> tuple[int, str]:
-    optimizer, last = config.optimizer, decay_end(config)
+    optimizer, last = config.optimizer, config.decay_end
     warmup, decay, style = optimizer.lr_warmup_iters, optimizer.lr_wsd_decay_iters, optimizer.lr_decay_style
     if style != "wsd":
         return 0, f"--lr-decay-style is {style}"
@@ -120,10 +119,10 @@ def give_way(config: Config, preset: str, names: Collection[str], typed: Collect
         changes.append(f"--preset {preset}: {old} becomes {new}, because {reason}")
         return with_values(config, {name: value})
 
-    for name in (name for name in NEEDS if name in names and name not in KINDS_OF_RUN):
-        needed = {*re.findall("--([a-z-]+)", NEEDS[name])}
+    for name in (name for name, flag in flags().items() if name in names and Role.KIND_OF_RUN not in flag.facts):
+        needed = {needs.flag for needs in flags()[name].all(Requires)}
         if needed & ({*typed, *gone} | FOLDERS) and lacks_needed(config, name):
-            config = change(name, flags()[name].default, f"it needs {NEEDS[name]}")
+            config = change(name, flags()[name].default, f"it needs {needed_words(name)}")
             gone.append(name)
     if "sequence-parallel" in typed and config.parallel.sequence_parallel and not searches(config):
         if reason := _without_tp(config)[1]:  # scripts of Megatron-LM have it in every layout

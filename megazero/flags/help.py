@@ -12,63 +12,14 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 from megazero.called_as import in_own_words
+from megazero.engine.options.option import OnGpu, Role, Usual
 from megazero.flags.config import Config, PlanConfig
-from megazero.flags.flag_names import Flag, flags
+from megazero.flags.flag_names import Flag, all_flags, flags, flags_with
 
-# The flags of a normal run, in the order in which one thinks of them.
-NORMAL = {
-    "data": ("data-path", "tokenizer"),
-    "model": ("preset", "hf-config", "num-layers", "hidden-size", "num-attention-heads", "seq-length"),
-    "batch": ("micro-batch-size", "global-batch-size", "train-iters", "train-tokens", "precision"),
-    "parallelism": ("layout", "tensor-model-parallel-size", "pipeline-model-parallel-size", "zero-stage"),
-    "learning rate": ("recipe", "lr", "lr-warmup-iters", "lr-decay-style"),
-    "evaluation": ("eval-interval", "eval-iters"),
-    "saving": ("save", "load"),
-    "logging": ("log-dir",),
-}
-
-# More of them for --plan and --plan-search.
-PLANNING = {"predictions": ("plan", "plan-search", "world-size", "device-type", "mtbf")}
-
-# Flags of the model that only a family, a preset or a config.json sets. They are valid everywhere, but no help lists
-# them: docs/results/flags.md does.
-FAMILY = (
-    "max-position-embeddings",
-    "rotary-percent",
-    "rotary-interleaved",
-    "local-rotary-base",
-    "add-qkv-bias",
-    "qk-layernorm",
-    "qk-norm-all-heads",
-    "attention-softcap",
-    "attention-scale",
-    "multi-latent-attention",
-    "q-lora-rank",
-    "kv-lora-rank",
-    "qk-head-dim",
-    "qk-pos-emb-head-dim",
-    "v-head-dim",
-    "beta-fast",
-    "yarn-correction-range-round-to-int",
-    "mscale",
-    "mscale-all-dim",
-    "norm-epsilon",
-    "embedding-multiplier",
-    "logits-divisor",
-    "final-softcap",
-    "residual-multiplier",
-    "moe-router-pre-softmax",
-    "moe-router-num-groups",
-    "moe-router-group-topk",
-    "moe-router-topk-scaling-factor",
-    "moe-shared-expert-gate",
-)
-
-# Defaults that depend on the device (`gpu_defaults`).
-DEVICE_DEFAULTS = {
-    "precision": "fp32 on CPUs; on GPUs bf16, or fp16 if they lack bf16",
-    "lr-warmup-iters": "0 on CPUs; on GPUs 1 % of the iterations, at most 2000",
-}
+# Titles of the flags in the short help, in the order in which one thinks of them. Predictions come with --plan alone.
+PREDICTIONS = "predictions"
+TITLES = ("data", "model", "batch", "parallelism", "learning rate", "evaluation", "saving", "logging")
+FAMILY = flags_with(Role.FAMILY)
 
 WRAPPER = textwrap.TextWrapper(100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
@@ -96,11 +47,11 @@ def show_normal(program: str, plans: bool = False) -> None:
     Raises:
         SystemExit: always, with code 0.
     """
-    groups = PLANNING | NORMAL if plans else NORMAL
+    groups = usual_flags(plans)
     usual = [name for names in groups.values() for name in names]
     text = (PlanConfig if plans else Config).__doc__ or ""
     print(f"usage: {program} [FLAGS]\n\n{in_own_words(inspect.cleandoc(text))}\n")
-    kind, count = "prediction" if plans else "run", len(flags()) + 2 - len(FAMILY)
+    kind, count = "prediction" if plans else "run", len(all_flags()) - len(FAMILY)
     print(f"These are the {len(usual)} flags of a normal {kind}; --help-all shows {count}.")
     print("Flags of Megatron-LM, DeepSpeed and Hugging Face are understood: docs/megatron.md.")
     for title, names in groups.items():
@@ -113,20 +64,35 @@ def show_normal(program: str, plans: bool = False) -> None:
     sys.exit(0)
 
 
+def usual_flags(plans: bool = False) -> dict[str, list[str]]:
+    """Return the flags of the short help by title. plans: those of predictions too."""
+    found: dict[str, dict[int, str]] = {title: {} for title in ([PREDICTIONS] if plans else []) + [*TITLES]}
+    for name, flag in all_flags().items():
+        for usual in flag.all(Usual):
+            found.get(usual.title, {})[usual.place] = name
+    return {title: [names[place] for place in sorted(names)] for title, names in found.items()}
+
+
+def default_words(flag: Flag) -> str:
+    """Return the default of a flag that depends on the device; empty if it does not."""
+    on_gpu = flag.first(OnGpu)
+    return f"{flag.default} on CPUs; on GPUs {on_gpu.words}" if on_gpu else ""
+
+
 def _described(name: str) -> str:
     """Return a flag with its values, its help and its default."""
-    flag = flags().get(name, Flag("", str, "", None))
+    flag = all_flags()[name]
     values = {int: "INT", float: "FLOAT", str: "STR", tuple[str, ...]: "[STR ...]", bool: ""}.get(flag.kind)
     values = f"{{{','.join(map(str, typing.get_args(flag.kind)))}}}" if values is None else values
     text = help_of(name)
-    if default := DEVICE_DEFAULTS.get(name, flag.default):
+    if default := default_words(flag) or flag.default:
         text += f" (default: {default})"
     return f"  --{name} {values}".rstrip() + f"\n{WRAPPER.fill(f'  {text}')}"
 
 
 def help_of(name: str) -> str:
     """Return the help of a flag in one line."""
-    group = flags()[name].group if name in flags() else ""
+    group = all_flags()[name].group
     return _texts(type(getattr(Config(), group)) if group else Config)[name.replace("-", "_")]
 
 
@@ -152,9 +118,9 @@ def with_whole_lines(options: Any) -> Any:
         if dataclasses.is_dataclass(value):
             parts[field.name] = value = with_whole_lines(value)
             hint = type(value)
-        elif field.name.replace("_", "-") in FAMILY:
+        elif (flag := all_flags().get(field.name.replace("_", "-"))) and Role.FAMILY in flag.facts:
             hint = Annotated[hint, tyro.conf.Suppress]
-        elif value in (None, field.default) and (default := DEVICE_DEFAULTS.get(field.name.replace("_", "-"))):
+        elif flag and value in (None, field.default) and (default := default_words(flag)):
             hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=f"(default: {default})")]
         metadata = {"help": texts[field.name]} if texts.get(field.name) else {}
         defaults: dict[str, Any] = {"default": field.default, "default_factory": field.default_factory}

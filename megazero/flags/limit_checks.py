@@ -2,7 +2,7 @@
 
 import math
 
-from megazero.engine.options.limits import Bounds
+from megazero.engine.options.option import Bounds
 
 MAX_NAME = 255  # bytes of a file name on common file systems; Linux: NAME_MAX
 MAX_TEXT = 4096 - 256  # bytes of any text: a path (Linux: PATH_MAX) less the endings that are appended

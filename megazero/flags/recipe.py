@@ -7,8 +7,9 @@ import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+from megazero.engine.options.option import Role
 from megazero.flags.config import Config
-from megazero.flags.flag_names import as_flag, value_of, with_values
+from megazero.flags.flag_names import as_flag, flags_with, value_of, with_values
 
 STEP_LAW = "Step Law, arXiv:2503.04715"
 POWER_LINES = "Power Lines, arXiv:2505.13738"
@@ -17,10 +18,7 @@ SHARED = 8  # a batch of twice as many samples or more is a multiple, so that us
 FITTED = (60e6, 1.1e9), (2e9, 1e11)  # N and D of the runs behind the Step Law
 FROM_INITIAL = "the laws are of one run from initial weights"
 # Flags that the recipe sets: the command line's keep their value, and those of a preset do not count.
-RECIPE_FLAGS = (
-    *("train-iters", "train-tokens", "global-batch-size", "rampup-batch-size", "lr", "min-lr", "lr-warmup-iters"),
-    *("lr-decay-style", "lr-decay-iters", "lr-wsd-decay-iters", "weight-decay", "adam-beta1", "adam-beta2"),
-)
+RECIPE_FLAGS = flags_with(Role.RECIPE)
 
 
 class ModelSize(NamedTuple):

@@ -4,19 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megazero.engine.options.option import Role
 from megazero.files import explain, read_toml
 from megazero.flags.batch_ramp import batch_sizes
 from megazero.flags.branch import SETS
 from megazero.flags.config import Config
-from megazero.flags.flag_names import value_of, with_values
+from megazero.flags.flag_names import flags_with, value_of, with_values
 from megazero.flags.presets import typed_values
 from megazero.flags.validate import plans, skipped_samples
 
 FROM = "from-sample"
-STAGE_FLAGS = (
-    *("data-path", "data-args-path", "seq-length", "micro-batch-size", "global-batch-size"),
-    *("lr", "min-lr", "lr-decay-style", "lr-decay-iters", "lr-wsd-decay-iters", "lr-wsd-decay-style"),
-)
+STAGE_FLAGS = flags_with(Role.STAGE)
 CORPORA = ("data-path", "data-args-path")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megazero.engine.options.option import Requires, RequiresAny, Role, Written
 from megazero.files import explain, refuse_in_checkpoint
 from megazero.flags.config import CheckpointConfig, Config, PlanConfig
 from megazero.flags.corpus_flags import document_flags
@@ -19,64 +20,8 @@ from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, sections, va
 from megazero.flags.limit_checks import check_text, out_of_range, shorten
 from megazero.flags.validate_model import check_model
 
-# Flags that name a file or a folder. --data-path and --tokenizer hold other words too, all of them shorter.
-PATHS = (
-    "data-path",
-    "tokenizer",
-    "tasks",
-    "save",
-    "save-hf",
-    "memory-checkpoint-dir",
-    "load",
-    "log-dir",
-    "tensorboard-dir",
-    "device-type",
-)
-
 FLASH_WIDTH, FLASH_STEP = 256, 8  # of attention heads: the largest, and the divisor of all that FlashAttention takes
 
-# Flags that need another one: with any value (in capitals), or with this value.
-NEEDS = {
-    "elastic": "--save DIR and --global-batch-size B",
-    "keep-last": "--save DIR",
-    "keep-every": "--keep-last N",
-    "save-interval": "--save DIR",
-    "memory-checkpoint-interval": "--save DIR",
-    "memory-checkpoint-dir": "--memory-checkpoint-interval N",
-    "save-hf": "--save DIR",
-    "save-hf-interval": "--save-hf DIR",
-    "finetune": "--load DIR",
-    "decay-from": "--save DIR and --decay-iters K",
-    "decay-iters": "--decay-from S/iter_N",
-    "eval-only": "--load DIR",
-    "eval-split": "--eval-only",
-    "qk-norm-all-heads": "--qk-layernorm",
-    "partition-activations": "--recompute full",
-    "checkpoint-in-cpu": "--recompute full",
-    "contiguous-checkpointing": "--recompute full",
-    "optimizer-offload-fraction": "--optimizer-cpu-offload",
-    "optimizer-nvme-offload": "--optimizer-cpu-offload",
-    "mtbf": "--plan",
-    "ema-decay": "--ema-interval N",
-    "muon-momentum": "--optimizer muon",
-    "muon-scale": "--optimizer muon",
-    "muon-num-ns-steps": "--optimizer muon",
-    "rope-scaling-type": "--rope-scaling-factor F",
-    "rope-trained-length": "--rope-scaling-factor F",
-    "local-rotary-base": "--window-size W",
-    "moe-router-bias-update-rate": "--moe-router-enable-expert-bias",
-    "moe-router-num-groups": "--moe-router-group-topk K",
-    "moe-router-group-topk": "--moe-router-num-groups G",
-    "profile-iterations": "--log-dir DIR",
-    "sample-prompts": "--sample-interval N",
-    "task-interval": "--tasks FILE",
-    "task-limit": "--tasks FILE",
-    "sample-interval": "--sample-prompts FILE",
-    "wandb-project": "--log-dir DIR",
-    "wandb-name": "--wandb-project PROJECT",
-    "plan": "--device-type NAME, such as h100-80gb",
-    "plan-search": "--device-type NAME, such as h100-80gb, and --world-size N",
-}
 WANDB_REFUSES = r"[/\\#?%:]|.{129}"  # a project's name that matches
 
 
@@ -120,7 +65,7 @@ def _section_faults(group: str, section: Any) -> dict[str, str]:
         try:
             for text in given if isinstance(given, tuple) else (given,):
                 if isinstance(text, str):
-                    check_text(name, text, is_path=name in PATHS)
+                    check_text(name, text, is_path=Role.PATH in flag.facts)
         except ValueError as error:
             found[name] = str(error)
     return found
@@ -150,23 +95,46 @@ def elastic_nodes(text: str) -> range:
 def _check_needs(config: Config) -> None:
     """Refuse flags without those that they need."""
     found = []
-    for name in filter(functools.partial(lacks_needed, config), NEEDS):
-        needed, given = NEEDS[name], shorten(as_flag(name, value_of(config, name)))
-        found.append(f"{given} needs {needed}; add {'both' if ' and --' in needed else 'it'}, or drop --{name}")
+    for name in filter(functools.partial(lacks_needed, config), flags()):
+        needs, given = flags()[name].all(Requires), shorten(as_flag(name, value_of(config, name)))
+        if needs:
+            added = "both" if len(needs) > 1 else "it"
+            found.append(f"{given} needs {needed_words(name)}; add {added}, or drop --{name}")
+        else:
+            found.append(f"{given} needs {needed_words(name)}; add one of them, or drop it")
     if found:
         raise ValueError("\n".join(found))
 
 
+def needed_words(name: str) -> str:
+    """Return the flags that a flag needs, as the command line has them."""
+    if any_of := flags()[name].first(RequiresAny):
+        *others, last = (as_needed(*way) for way in any_of.ways)
+        return f"{', '.join(others)} or {last}"
+    words = [as_needed(*needs) for needs in flags()[name].all(Requires)]
+    return (", and " if ", " in words[0] else " and ").join(words)
+
+
+def as_needed(name: str, value: Any) -> str:
+    """Return a flag and the value that another flag needs; None: any value but the default."""
+    written = flags()[name].first(Written)
+    shown = value if value is not None else written.value if written else ""
+    return f"--{name} {shown}".rstrip()
+
+
 def lacks_needed(config: Config, name: str) -> bool:
-    """Return whether a flag of `NEEDS` is given without those that it needs."""
+    """Return whether a flag is given without those that it needs."""
+    flag = flags()[name]
     undecided = searches(config) and name in LAYOUT_FLAGS
-    if undecided or value_of(config, name) == flags()[name].default:
+    if undecided or value_of(config, name) == flag.default:
         return False
-    for other, value in re.findall(r"--([a-z-]+) ?(\w*)", NEEDS[name]):
+
+    def lacks(other: str, value: Any) -> bool:
         found = value_of(config, other)
-        if found == flags()[other].default if value.isupper() or not value else found != value:
-            return True
-    return False
+        return bool(found == flags()[other].default if value is None else found != value)
+
+    ways = [way for any_of in flag.all(RequiresAny) for way in any_of.ways]
+    return any(lacks(*needs) for needs in flag.all(Requires)) or bool(ways and all(lacks(*way) for way in ways))
 
 
 def _check_precision_and_zero(config: Config) -> None:
@@ -219,7 +187,7 @@ def _check_learning_rate(config: Config) -> None:
             f"--weight-decay {optimizer.weight_decay} x --lr {optimizer.lr} is more than 1, so that an update would "
             "change the sign of weights; lower one of them"
         )
-    last, warmup = decay_end(config), optimizer.lr_warmup_iters
+    last, warmup = config.decay_end, optimizer.lr_warmup_iters
     total = f"--lr-decay-iters {last} (by default --train-iters)"
     if optimizer.lr_decay_style != "constant" and warmup >= last:
         raise ValueError(
@@ -238,11 +206,6 @@ def _check_learning_rate(config: Config) -> None:
             f"--lr-warmup-iters {warmup} and --lr-wsd-decay-iters {decay} together are more than {total}; lower one of "
             "them"
         )
-
-
-def decay_end(config: Config) -> int:
-    """Return the iteration at which the learning rate has decayed."""
-    return config.optimizer.lr_decay_iters or config.training.train_iters
 
 
 def _check_layout(config: Config) -> None:
@@ -353,13 +316,6 @@ def _check_plan(plan: PlanConfig, auto: bool) -> None:
         raise ValueError(
             "--plan-search with --layout auto: the search prints layouts, and sets none; use --plan, or run"
         )
-    for flag in ("world-size", "device-type", "moe-plan-imbalance"):
-        value = getattr(plan, flag.replace("-", "_"))
-        used, ways = plans(plan), "--plan or --plan-search"
-        if flag == "device-type":
-            used, ways = used or auto, "--plan, --plan-search or --layout auto"
-        if value != flags()[flag].default and not used:
-            raise ValueError(f"{as_flag(flag, value)} needs {ways}; add one of them, or drop it")
 
 
 # Precisions in which a device attends to blocks of keys by a fused kernel

@@ -14,10 +14,11 @@ import torch
 
 from megazero.checkpoint.streaming import TensorReader, bands
 from megazero.engine.model.stage import declare
+from megazero.engine.options.option import OnResume
 from megazero.engine.step.optimization import DECAYS
 from megazero.flags.config import ModelConfig
+from megazero.flags.flag_names import flags
 from megazero.interop.weights_only import write_weights
-from megazero.run.changes import BY_FLAG, MODEL
 from megazero.run.resume import check_same_model
 from megazero.run.run_state import RunState
 
@@ -39,7 +40,7 @@ def same_model(paths: Sequence[Path], states: Sequence[RunState]) -> ModelConfig
         check_same_model(path, found, model)
         for name, ours in asdict(model).items():
             flag, theirs = name.replace("_", "-"), getattr(found, name)
-            if ours != theirs and BY_FLAG.get(flag, MODEL) == MODEL:
+            if ours != theirs and flags()[flag].on_resume is OnResume.MODEL:
                 raise ValueError(
                     f"{path} is of another model than {paths[0]}: it has --{flag} {theirs}, not {ours}; merge "
                     "checkpoints of one model"

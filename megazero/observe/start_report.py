@@ -11,12 +11,13 @@ import torch
 
 from megazero.engine.model.scores import Scores
 from megazero.engine.model.stage import declare
+from megazero.engine.options.option import Role
 from megazero.engine.plan.layout.dealing import dealt_multiple, dealt_tokens
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.files import explain, replace_file
 from megazero.flags.config import Config
-from megazero.flags.flag_names import as_flag, flags, to_toml, value_of
+from megazero.flags.flag_names import as_flag, flags, flags_with, to_toml, value_of
 from megazero.flags.presets import preset_values
 from megazero.flags.stages import WHOLE, DataStage, last_samples
 from megazero.host import Machine
@@ -41,12 +42,7 @@ KIND_NAMES = {
 ZERO = ("", "optimizer states", "optimizer states and gradients", "optimizer states, gradients and weights")
 # x86 instructions that multiply matrices of a 16-bit type. A CPU without them is faster in fp32.
 FAST_TYPES = {"bf16": ("amx_bf16", "avx512_bf16"), "fp16": ("amx_fp16", "avx512_fp16")}
-# Options in the first lines of the screen.
-SHOWN_OPTIONS = {
-    *("architecture", "num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size", "precision"),
-    *("micro-batch-size", "global-batch-size", "train-iters", "zero-stage"),
-    *("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size"),
-}
+SHOWN_OPTIONS = flags_with(Role.ON_SCREEN)
 
 
 # -- the screen

@@ -9,61 +9,31 @@ from typing import Any, NamedTuple
 
 from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path
+from megazero.engine.options.option import OnResume
 from megazero.engine.step.optimization import learning_rate
 from megazero.flags.config import Config, OptimizerConfig
-from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag
+from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, flags_with
 from megazero.run.run_state import RunState
 
 MOST_RATES = 1000  # iterations at which two schedules are compared
 DIFFERS = "and the loss curve differs from here"
-DATA = (
-    f"training continues at sample {{sample:,}} of the new data, {DIFFERS}; with --finetune and another --save, a new "
-    "run begins with these weights at sample 0"
-)
-PACKING = (
-    f"samples hold other documents, and with best-fit alone attention stays within these: training continues at sample "
-    f"{{sample:,}} of the new samples, {DIFFERS}"
-)
-ORDER = f"the samples have another order: training continues at sample {{sample:,}} of it, {DIFFERS}"
-BATCHES = f"training continues at sample {{sample:,}} with batches of another size, {DIFFERS}"
-RATE = f"from iteration {{iteration:,}} on, the new schedule gives another learning rate, {DIFFERS}"
-STATES = f"the optimizer's states begin at 0, {DIFFERS}"
-UPDATES = f"updates are computed in another way from iteration {{iteration:,}} on, {DIFFERS}"
-MODEL = f"the model computes other values from the same weights, {DIFFERS}"
-LOSS = f"training minimizes another loss from iteration {{iteration:,}} on, {DIFFERS}"
-ROUNDING = f"values are rounded in another way, {DIFFERS}"
-
-# Flag -> its consequence; "": none. Other flags have that of their group.
-RATE_FLAGS = (
-    "lr",
-    "min-lr",
-    "lr-warmup-iters",
-    "lr-decay-iters",
-    "lr-decay-style",
-    "lr-wsd-decay-iters",
-    "lr-wsd-decay-style",
-)
-BY_DOCUMENT = ("reset-attention-mask", "reset-position-ids")
-BY_FLAG = {
-    **dict.fromkeys(("data-path", "data-args-path", "mock-data"), DATA),
-    **dict.fromkeys(("seed", "split", "split-by", "seq-length"), ORDER),
-    "packing": PACKING,
-    **dict.fromkeys(("global-batch-size", "rampup-batch-size"), BATCHES),
-    **dict.fromkeys(RATE_FLAGS, RATE),
-    **dict.fromkeys(BY_DOCUMENT, MODEL),
-    **dict.fromkeys(("eod-mask-loss", "attention-dropout", "hidden-dropout"), LOSS),
-    **dict.fromkeys(("moe-aux-loss-coeff", "moe-z-loss-coeff", "moe-expert-capacity-factor"), LOSS),
-    "mtp-loss-scaling-factor": LOSS,
-    **dict.fromkeys(("precision", "grad-dtype", "adam-moments", "master-weights"), ROUNDING),
-    **dict.fromkeys(("optimizer-cpu-offload", "optimizer-offload-fraction", "optimizer-nvme-offload"), ""),
-    **dict.fromkeys(("ema-interval", "ema-decay"), ""),  # the weights do not depend on their average
-    "data-stages": "",  # the values of the stage are compared
-    "optimizer": STATES,
-    "freeze-parameters": UPDATES,
-    "init-method-std": "",
+SENTENCES = {
+    OnResume.NOTED: "",
+    OnResume.DATA: f"training continues at sample {{sample:,}} of the new data, {DIFFERS}; with --finetune and another "
+    "--save, a new run begins with these weights at sample 0",
+    OnResume.PACKING: "samples hold other documents, and with best-fit alone attention stays within these: training "
+    f"continues at sample {{sample:,}} of the new samples, {DIFFERS}",
+    OnResume.ORDER: f"the samples have another order: training continues at sample {{sample:,}} of it, {DIFFERS}",
+    OnResume.BATCHES: f"training continues at sample {{sample:,}} with batches of another size, {DIFFERS}",
+    OnResume.RATE: f"from iteration {{iteration:,}} on, the new schedule gives another learning rate, {DIFFERS}",
+    OnResume.STATES: f"the optimizer's states begin at 0, {DIFFERS}",
+    OnResume.UPDATES: f"updates are computed in another way from iteration {{iteration:,}} on, {DIFFERS}",
+    OnResume.MODEL: f"the model computes other values from the same weights, {DIFFERS}",
+    OnResume.LOSS: f"training minimizes another loss from iteration {{iteration:,}} on, {DIFFERS}",
+    OnResume.ROUNDING: f"values are rounded in another way, {DIFFERS}",
 }
-BY_GROUP = {"model": MODEL, "optimizer": UPDATES}
-SILENT_GROUPS = ("log", "checkpoint", "preset")
+SENTENCES[OnResume.BY_DOCUMENT] = SENTENCES[OnResume.MODEL]
+RATE_FLAGS = flags_with(OnResume.RATE)
 
 
 class Changes(NamedTuple):
@@ -100,17 +70,20 @@ def changed_options(
     changed, back = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
     harmless = _without_effect(state, config, fingerprints) | {*planned}
     for group, options in saved.items():
-        if group in SILENT_GROUPS or not isinstance(options, dict):
+        if not isinstance(options, dict):
             continue
         for name, value in options.items():
             flag = name.replace("_", "-")
             if name not in ours.get(group, {}) or ours[group][name] == value:
                 continue
+            consequence = flags()[flag].on_resume
+            if consequence is OnResume.UNSAID:
+                continue
             if config.parallel.elastic and flag in LAYOUT_FLAGS:
                 continue  # they follow the number of nodes
-            if flag in BY_DOCUMENT and saved["data"]["packing"] != config.data.packing:
+            if consequence is OnResume.BY_DOCUMENT and saved["data"]["packing"] != config.data.packing:
                 continue  # they follow the packing
-            follows = "" if flag in harmless else BY_FLAG.get(flag, BY_GROUP.get(group, ""))
+            follows = "" if flag in harmless else SENTENCES[consequence]
             changed[follows].append(f"--{flag} is {_shown(ours[group][name])}, and was {_shown(value)}")
             if flag in planned:
                 continue

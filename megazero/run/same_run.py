@@ -9,16 +9,13 @@ import torch
 import megazero
 from megazero.data.corpora import Datasets, parse_data_path, read_data_args
 from megazero.data.tokenizer import Tokenizer
+from megazero.engine.options.option import Role
 from megazero.flags.config import Config
-from megazero.flags.flag_names import flags, value_of
+from megazero.flags.flag_names import flags, flags_with, value_of
 from megazero.flags.stages import DataStage
 
-# Flags that may differ between ranks, because only rank 0 writes logs, presets are compared by their values, and data,
-# tokenizers and tasks by their content.
-LOCAL_FLAGS = {
-    *("log-dir", "log-interval", "tensorboard-dir", "wandb-project", "wandb-name", "preset"),
-    *("num-workers", "data-path", "data-args-path", "tokenizer", "tasks"),
-}
+# Only rank 0 writes logs; data, tokenizers and tasks are compared by their content.
+LOCAL_FLAGS = flags_with(Role.LOCAL)
 
 
 def run_values(

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from megazero.engine.options.architectures import ARCHITECTURES, ActivationName, ArchitectureTraits
-from megazero.engine.options.limits import FEW, MOST_LAYERS, Bounds, Probability
+from megazero.engine.options.option import (
+    FEW,
+    MOST_LAYERS,
+    Bounds,
+    OnResume,
+    Probability,
+    Requires,
+    Role,
+    Usual,
+    Written,
+)
 
 LARGE = "products of larger numbers overflow"
 RopeScaling = Literal["llama3", "linear", "yarn"]
@@ -22,27 +32,40 @@ else:
 class ModelConfig:
     """Architecture and sizes. docs/results/flags.md lists more flags, which families, presets and a config.json set."""
 
-    num_layers: Annotated[int, Bounds(1, MOST_LAYERS, FEW)] = 12
+    on_resume: ClassVar = OnResume.MODEL
+
+    num_layers: Annotated[int, Bounds(1, MOST_LAYERS, FEW), Usual("model", 2), Role.ON_SCREEN] = 12
     """Transformer blocks."""
-    hidden_size: Annotated[int, Bounds(1, 2**20, "no published model is as wide")] = 768
+    hidden_size: Annotated[
+        int, Bounds(1, 2**20, "no published model is as wide"), Usual("model", 3), Role.ON_SCREEN
+    ] = 768
     """Width of the residual stream."""
     ffn_hidden_size: Annotated[int, Bounds(0, 2**23, "no published model is as wide")] = 0
     """Width inside the MLP. 0: 4 x --hidden-size."""
-    num_attention_heads: Annotated[int, Bounds(1, 2**20, FEW)] = 12
+    num_attention_heads: Annotated[int, Bounds(1, 2**20, FEW), Usual("model", 4), Role.ON_SCREEN] = 12
     """Attention heads; must divide --hidden-size, unless --kv-channels is given."""
-    seq_length: Annotated[int, Bounds(1, 2**24, "attention over more tokens is not feasible")] = 1024
+    seq_length: Annotated[
+        int,
+        Bounds(1, 2**24, "attention over more tokens is not feasible"),
+        Usual("model", 5),
+        Role.STAGE,
+        Role.ON_SCREEN,
+        OnResume.ORDER,
+    ] = 1024
     """Tokens of a sample. With --architecture gpt2, also the number of learned positions."""
-    vocab_size: Annotated[int, Bounds(0, 2**31 - 1, "token ids are stored in 32 bits")] = 0
+    vocab_size: Annotated[int, Bounds(0, 2**31 - 1, "token ids are stored in 32 bits"), Role.ON_SCREEN] = 0
     """Size of the vocabulary. 0: that of --tokenizer. It is padded for tensor parallelism, which changes no result."""
-    attention_dropout: Probability = 0.0
+    attention_dropout: Annotated[Probability, OnResume.LOSS] = 0.0
     """Dropout probability of attention weights."""
-    hidden_dropout: Probability = 0.0
+    hidden_dropout: Annotated[Probability, OnResume.LOSS] = 0.0
     """Dropout probability of the embedding and of both residual branches."""
-    init_method_std: Annotated[float, Bounds(0, 10, "GPT-2 uses 0.02, and products of larger weights overflow")] = 0.02
+    init_method_std: Annotated[
+        float, Bounds(0, 10, "GPT-2 uses 0.02, and products of larger weights overflow"), OnResume.NOTED
+    ] = 0.02
     """Standard deviation of the initial weights. That of residual projections is divided by sqrt(2 x --num-layers)."""
     untie_embeddings: bool = False
     """Give the output head a matrix of its own. By default it uses the token table."""
-    architecture: ArchitectureName = "gpt2"
+    architecture: Annotated[ArchitectureName, Role.ON_SCREEN] = "gpt2"
     """Family of the model: its layers, and its defaults of other flags. gpt2: learned positions, LayerNorm, tanh GELU,
     biases, tied embeddings. llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, untied
     embeddings. The others differ from these two in norms, activations, biases or defaults; gpt-neox is Pythia's, and
@@ -56,79 +79,89 @@ class ModelConfig:
     """Width of an attention head. 0: --hidden-size / --num-attention-heads."""
     rotary_base: Annotated[float, Bounds(1, 1e12, "no published model has a longer wavelength", least_open=True)] = 1e4
     """Base of the rotary frequencies (theta); llama 3 has 500000. Not for gpt2."""
-    rope_scaling_factor: Annotated[float, Bounds(1, 1e6, "no published model is stretched as far")] = 1.0
+    rope_scaling_factor: Annotated[float, Bounds(1, 1e6, "no published model is stretched as far"), Written("F")] = 1.0
     """Factor by which rotary wavelengths are stretched for contexts longer than --rope-trained-length, in the way of
     --rope-scaling-type. 1: none. Not for gpt2."""
-    rope_scaling_type: RopeScaling = "llama3"
+    rope_scaling_type: Annotated[RopeScaling, Requires("rope-scaling-factor")] = "llama3"
     """Wavelengths that --rope-scaling-factor stretches. llama3: long ones, as in Llama 3.1. linear: all, as in Gemma 3.
     yarn: long ones, and queries and keys grow by 0.1 ln(factor) + 1, as in OLMo 3. Not for gpt2."""
-    rope_trained_length: Annotated[int, Bounds(1, 2**24, "no published model was trained on a longer context")] = 8192
+    rope_trained_length: Annotated[
+        int, Bounds(1, 2**24, "no published model was trained on a longer context"), Requires("rope-scaling-factor")
+    ] = 8192
     """Context length before --rope-scaling-factor. llama3 and yarn stretch the wavelengths that are long compared with
     it. Not for gpt2."""
-    max_position_embeddings: Annotated[int, Bounds(0, 2**24, "attention over more tokens is not feasible")] = 0
+    max_position_embeddings: Annotated[
+        int, Bounds(0, 2**24, "attention over more tokens is not feasible"), Role.FAMILY
+    ] = 0
     """Context length of the model's exports to Hugging Face, if positions are rotary and it is more than --seq-length.
     It changes no result. 0: --seq-length. --hf-config and a Hugging Face folder as --load set it to theirs."""
-    rotary_percent: Annotated[float, Bounds(0, 1, "a head has no more dims", least_open=True)] = 1.0
+    rotary_percent: Annotated[float, Bounds(0, 1, "a head has no more dims", least_open=True), Role.FAMILY] = 1.0
     """Share of each head that is rotated: its first dims, rounded down. Pythia has 0.25. Not for gpt2."""
-    rotary_interleaved: bool = False
+    rotary_interleaved: Annotated[bool, Role.FAMILY] = False
     """Rotate dims 2 i and 2 i + 1 of a head together, as in GPT-J. By default dims i and i + half of them are. Not for
     gpt2."""
-    local_rotary_base: Annotated[float, Bounds(0, 1e12, "no published model has a longer wavelength")] = 0.0
+    local_rotary_base: Annotated[
+        float, Bounds(0, 1e12, "no published model has a longer wavelength"), Role.FAMILY, Requires("window-size")
+    ] = 0.0
     """Rotary base of the layers with a sliding window, which then have no scaling, as in Gemma 3. 0: that of the other
     layers. Not for gpt2."""
-    add_qkv_bias: bool = False
+    add_qkv_bias: Annotated[bool, Role.FAMILY] = False
     """Add biases to queries, keys and values, as in Qwen 2. Not for gpt2."""
-    qk_layernorm: bool = False
+    qk_layernorm: Annotated[bool, Role.FAMILY] = False
     """Norm each attention head's queries and keys, as in Qwen 3, by the kind of norm that the block has. Not for
     gpt2."""
-    window_size: Annotated[int, Bounds(0, 2**24, "attention over more tokens is not feasible")] = 0
+    window_size: Annotated[int, Bounds(0, 2**24, "attention over more tokens is not feasible"), Written("W")] = 0
     """Tokens that a query attends to, itself included, in layers with a sliding window. 0: all earlier tokens."""
     layer_pattern: str = ""
     """Kinds of attention of the layers, such as LLLG, repeated over them. L: local, with the window of --window-size;
     G: global; N: global, without rotary positions. Empty: all L with --window-size, otherwise all G."""
-    attention_softcap: Annotated[float, Bounds(0, 1e6, "no published model has a higher cap")] = 0.0
+    attention_softcap: Annotated[float, Bounds(0, 1e6, "no published model has a higher cap"), Role.FAMILY] = 0.0
     """Soft cap C of attention scores, as in Gemma 2: C tanh(score / C). Attention weights are then saved or recomputed,
     because the fused kernels have no cap. 0: none."""
-    attention_scale: Annotated[float, Bounds(0, 1000, "the softmax would pick one key")] = 0.0
+    attention_scale: Annotated[float, Bounds(0, 1000, "the softmax would pick one key"), Role.FAMILY] = 0.0
     """Factor of attention scores, as in Granite and Gemma. 0: 1 / sqrt(width of a head)."""
-    qk_norm_all_heads: bool = False
+    qk_norm_all_heads: Annotated[bool, Role.FAMILY, Requires("qk-layernorm")] = False
     """The norms of --qk-layernorm are over all heads of a token: one RMSNorm of its queries and one of its keys, as in
     OLMo 2. Not for gpt2."""
-    multi_latent_attention: bool = False
+    multi_latent_attention: Annotated[bool, Role.FAMILY] = False
     """Latent attention, as in DeepSeek-V3: keys and values of a token are projections of a latent of --kv-lora-rank
     elements, which all heads share, and of a rotary key. Not for gpt2."""
-    q_lora_rank: Annotated[int, Bounds(0, 2**20, "no published model is as wide")] = 0
+    q_lora_rank: Annotated[int, Bounds(0, 2**20, "no published model is as wide"), Role.FAMILY] = 0
     """--multi-latent-attention: width of the latent from which queries are projected. 0: they have none, as in
     DeepSeek-V2-Lite."""
-    kv_lora_rank: Annotated[int, Bounds(1, 2**20, "no published model is as wide")] = 512
+    kv_lora_rank: Annotated[int, Bounds(1, 2**20, "no published model is as wide"), Role.FAMILY] = 512
     """--multi-latent-attention: width of the latent of keys and values."""
-    qk_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads")] = 128
+    qk_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads"), Role.FAMILY] = 128
     """--multi-latent-attention: dims of a query and a key without positions."""
-    qk_pos_emb_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads")] = 64
+    qk_pos_emb_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads"), Role.FAMILY] = 64
     """--multi-latent-attention: rotary dims of a query and a key, after the others. Those of a key are one for all
     heads."""
-    v_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads")] = 128
+    v_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads"), Role.FAMILY] = 128
     """--multi-latent-attention: dims of a value, at most as many as of a key."""
-    beta_fast: Annotated[float, Bounds(1, 1e6, "no dim makes more turns in a published context")] = 32.0
+    beta_fast: Annotated[float, Bounds(1, 1e6, "no dim makes more turns in a published context"), Role.FAMILY] = 32.0
     """--rope-scaling-type yarn: wavelengths that turn more often than this in --rope-trained-length stay; those that
     turn less than once are stretched."""
-    yarn_correction_range_round_to_int: bool = True
+    yarn_correction_range_round_to_int: Annotated[bool, Role.FAMILY] = True
     """--rope-scaling-type yarn: round the dims between which wavelengths are stretched in part to whole ones. gpt-oss
     does not."""
-    mscale: Annotated[float, Bounds(0, 1000, "scores would overflow")] = 0.0
+    mscale: Annotated[float, Bounds(0, 1000, "scores would overflow"), Role.FAMILY] = 0.0
     """--rope-scaling-type yarn: queries and keys grow by (0.1 M ln(factor) + 1) / (0.1 A ln(factor) + 1) for this M
     and the A of --mscale-all-dim. 0, or A 0: by 0.1 ln(factor) + 1."""
-    mscale_all_dim: Annotated[float, Bounds(0, 1000, "scores would overflow")] = 0.0
+    mscale_all_dim: Annotated[float, Bounds(0, 1000, "scores would overflow"), Role.FAMILY] = 0.0
     """See --mscale. With --multi-latent-attention, scores grow by (0.1 A ln(factor) + 1)^2, as in DeepSeek-V3."""
-    norm_epsilon: Annotated[float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True)] = 1e-5
+    norm_epsilon: Annotated[
+        float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True), Role.FAMILY
+    ] = 1e-5
     """Added to the variance in a norm. Most families with RMSNorm have 1e-6."""
-    embedding_multiplier: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
+    embedding_multiplier: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True), Role.FAMILY] = 1.0
     """Factor of the token embeddings, as in Granite. A tied output matrix is not multiplied."""
-    logits_divisor: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
+    logits_divisor: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True), Role.FAMILY] = 1.0
     """Divisor of the logits, as Granite's logits_scaling."""
-    final_softcap: Annotated[float, Bounds(0, 1000, "logits are smaller")] = 0.0
+    final_softcap: Annotated[float, Bounds(0, 1000, "logits are smaller"), Role.FAMILY] = 0.0
     """Largest absolute logit, C: a logit x becomes C tanh(x / C), as in Gemma 2. 0: no limit."""
-    residual_multiplier: Annotated[float, Bounds(0, 1000, "no published model has a larger one", least_open=True)] = 1.0
+    residual_multiplier: Annotated[
+        float, Bounds(0, 1000, "no published model has a larger one", least_open=True), Role.FAMILY
+    ] = 1.0
     """Factor of the results of attention and MLP before they are added to the residual stream; Granite has 0.22."""
 
     num_experts: Annotated[int, Bounds(0, 2**14, FEW)] = 0
@@ -136,7 +169,7 @@ class ModelConfig:
     to --moe-router-topk of them. 0: none."""
     moe_router_topk: Annotated[int, Bounds(1, 2**10, FEW)] = 2
     """Experts of a token."""
-    moe_router_pre_softmax: bool = False
+    moe_router_pre_softmax: Annotated[bool, Role.FAMILY] = False
     """Multiply the result of an expert by its score among all experts, as in OLMoE. By default the scores of a token's
     experts are divided by their sum, as in Mixtral."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -146,14 +179,20 @@ class ModelConfig:
     """Balance the experts without a loss, as in DeepSeek-V3: a token passes the experts with the largest sums of score
     and bias. After each iteration the bias of each expert changes by --moe-router-bias-update-rate: up if the global
     batch chose it less often than the mean of all experts, down if more often. Results are weighted by scores alone."""
-    moe_router_bias_update_rate: Annotated[float, Bounds(0, 1000, "scores are at most 1")] = 1e-3
+    moe_router_bias_update_rate: Annotated[
+        float, Bounds(0, 1000, "scores are at most 1"), Requires("moe-router-enable-expert-bias")
+    ] = 1e-3
     """Change of a bias in an iteration, with --moe-router-enable-expert-bias."""
-    moe_router_num_groups: Annotated[int, Bounds(0, 2**14, FEW)] = 0
+    moe_router_num_groups: Annotated[
+        int, Bounds(0, 2**14, FEW), Role.FAMILY, Requires("moe-router-group-topk"), Written("G")
+    ] = 0
     """Groups of neighbouring experts. A token passes experts of --moe-router-group-topk groups alone. 0: no groups."""
-    moe_router_group_topk: Annotated[int, Bounds(0, 2**14, FEW)] = 0
+    moe_router_group_topk: Annotated[
+        int, Bounds(0, 2**14, FEW), Role.FAMILY, Requires("moe-router-num-groups"), Written("K")
+    ] = 0
     """Groups of a token, with --moe-router-num-groups: those in which the scores of the best two experts have the
     largest sums."""
-    moe_router_topk_scaling_factor: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True)] = 1.0
+    moe_router_topk_scaling_factor: Annotated[float, Bounds(0, 1e6, LARGE, least_open=True), Role.FAMILY] = 1.0
     """Factor of the weights of experts; DeepSeek-V3 has 2.5."""
     moe_ffn_hidden_size: Annotated[int, Bounds(0, 2**23, "no published model is as wide")] = 0
     """Width inside an expert. 0: --ffn-hidden-size."""
@@ -162,16 +201,16 @@ class ModelConfig:
     layer with a dense MLP, then one with experts."""
     moe_shared_expert_intermediate_size: Annotated[int, Bounds(0, 2**23, "no published model is as wide")] = 0
     """Width inside an MLP that all tokens pass besides their experts. 0: there is none."""
-    moe_shared_expert_gate: bool = False
+    moe_shared_expert_gate: Annotated[bool, Role.FAMILY] = False
     """Multiply the result of the shared expert by the sigmoid of a product with the token, as in Qwen 2 MoE."""
-    moe_aux_loss_coeff: Annotated[float, Bounds(0, 1e6, LARGE)] = 0.0
+    moe_aux_loss_coeff: Annotated[float, Bounds(0, 1e6, LARGE), OnResume.LOSS] = 0.0
     """Factor of the loss that balances the experts: per sample and layer, experts x sum over experts of (share
     of the choices) x (mean share of the scores), which is 1 if they are balanced. It does not depend on layout or
     batches."""
-    moe_z_loss_coeff: Annotated[float, Bounds(0, 1e6, LARGE)] = 0.0
+    moe_z_loss_coeff: Annotated[float, Bounds(0, 1e6, LARGE), OnResume.LOSS] = 0.0
     """Factor of the loss that keeps router logits small: per layer, the mean over tokens of the squared log of the sum
     of exp(logit). 0.001 is usual."""
-    moe_expert_capacity_factor: Annotated[float, Bounds(0, 1e6, LARGE)] = 0.0
+    moe_expert_capacity_factor: Annotated[float, Bounds(0, 1e6, LARGE), OnResume.LOSS] = 0.0
     """Bound rows, bytes and traffic of training with uneven loads. An expert takes at most this many times its even
     share of the choices of one sample, rounded up: those with the largest weights, the earlier ones of equal weights.
     It drops the others: their results are left out, and weights of the rest do not change. The sample is the unit with
@@ -181,7 +220,7 @@ class ModelConfig:
     mtp_num_layers: Annotated[int, Bounds(0, 64, "published models have 1 to 3")] = 0
     """Multi-token prediction, as in DeepSeek-V3: this many modules, each with a block like the last one, which predict
     one token further ahead each. Losses are logged as mtp_losses. 0: none."""
-    mtp_loss_scaling_factor: Annotated[float, Bounds(0, 1e6, LARGE)] = 0.1
+    mtp_loss_scaling_factor: Annotated[float, Bounds(0, 1e6, LARGE), OnResume.LOSS] = 0.1
     """Factor of the mean loss of the modules of --mtp-num-layers. DeepSeek-V3 had 0.3, later 0.1."""
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from megazero.engine.options.limits import MOST_LAYERS
+from megazero.engine.options.option import MOST_LAYERS
 from megazero.flags.batch_ramp import BatchSizes, data_parallel_size
 from megazero.flags.flag_names import flags
 

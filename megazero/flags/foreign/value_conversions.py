@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 
-from megazero.engine.options.limits import MOST_LAYERS
+from megazero.engine.options.option import MOST_LAYERS
 from megazero.flags.architecture_flags import flags_of
 from megazero.flags.config import MOST_MINUTES
 from megazero.flags.corpus_flags import is_number

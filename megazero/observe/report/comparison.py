@@ -4,12 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megazero.engine.options.option import Role
 from megazero.files import read_toml
+from megazero.flags.flag_names import flags_with
 from megazero.observe.report.page import MEMORY, TRAFFIC, cards, option_text, render
 from megazero.observe.report.runs import Run, read_run
 from megazero.units import size, things
 
-PLACES = ("log-dir", "save", "load", "wandb-name", "tensorboard-dir")  # options that differ between all runs
 MISSING = "-"
 
 Rows = list[tuple[str, list[str]]]
@@ -27,8 +28,9 @@ def comparison(folders: Sequence[Path], live: int = 0) -> str:
     runs = [read_run(folder) for folder in folders]
     names = run_names(runs)
     options = [given_options(run, folder) for run, folder in zip(runs, folders, strict=True)]
+    places = flags_with(Role.PLACE)
     differing = [
-        (f"--{name}", values) for name, values in _rows(options) if len(set(values)) > 1 and name not in PLACES
+        (f"--{name}", values) for name, values in _rows(options) if len(set(values)) > 1 and name not in places
     ]
     tables = {"Runs": _rows(dict(cards(run)) for run in runs), "Options that differ": differing}
     last = {

@@ -7,9 +7,10 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from megazero.called_as import in_own_words
+from megazero.engine.options.option import RequiresAny
 from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.config import Config
-from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, value_of
+from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, value_of
 from megazero.planner.plan_report import plan_table, reached_words
 from megazero.planner.run_plan import Plan, vocabulary
 from megazero.planner.search.search import Search
@@ -25,7 +26,7 @@ COLUMNS = (
 )
 
 NODE_CPUS = 64  # which a node with GPUs has at least; SLURM refuses a job that asks for more CPUs than there are
-OF_PLANS = ("world-size", "device-type", "moe-plan-imbalance")  # flags with a value that runs refuse
+OF_PLANS = tuple(name for name, flag in flags().items() if flag.all(RequiresAny))  # with a value that runs refuse
 
 
 def run_search(config: Config, argv: list[str], console: Console, given: Collection[str] = ()) -> list[Plan]:

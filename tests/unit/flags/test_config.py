@@ -20,7 +20,7 @@ from megazero.flags.cli import parse, read
 from megazero.flags.config import Config, DataConfig
 from megazero.flags.corpus_flags import document_flags, named_corpora
 from megazero.flags.flag_names import as_flag, flags, to_toml, value_of, with_values
-from megazero.flags.help import DEVICE_DEFAULTS, FAMILY, NORMAL
+from megazero.flags.help import FAMILY, default_words, usual_flags
 from megazero.flags.presets import read_preset
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_device, check_values
@@ -124,7 +124,7 @@ def test_every_flag_is_parsed() -> None:
     for joined in (False, True):
         argv, expected = [], {}
         for flag, (_, kind, *_) in flags().items():
-            default = DEVICE_DEFAULTS.get(flag, value_of(Config(), flag))
+            default = default_words(flags()[flag]) or value_of(Config(), flag)
             if typing.get_origin(kind) is Literal:
                 expected[flag] = next(choice for choice in typing.get_args(kind) if choice != default)
             elif kind is bool:
@@ -191,7 +191,7 @@ def test_help_names_every_group_flag_and_default(capsys: pytest.CaptureFixture[s
             continue
         entry = re.search(rf" --{flag}(, --no-{flag}| INT| FLOAT| STR| \[STR| \[INT| \{{)(.*)", text)
         assert entry, flag
-        default = DEVICE_DEFAULTS.get(flag, value_of(Config(), flag))
+        default = default_words(flags()[flag]) or value_of(Config(), flag)
         shown = " ".join(default) if isinstance(default, tuple) else repr(default) if default == "" else str(default)
         described = entry[2].split("(default:")[1]  # the first default behind a flag is its own
         assert described.split(")")[0].strip() == shown, flag
@@ -235,7 +235,7 @@ def test_help_has_the_flags_of_a_normal_run_in_order(capsys: pytest.CaptureFixtu
         assert stopped.value.code == 0
         text = unboxed(capsys.readouterr().out)
         shown = re.findall(r" --([a-z0-9-]+) (?:INT|FLOAT|STR|\[STR|\{)", text.split("The other flags")[0])
-        assert shown == [flag for group in NORMAL.values() for flag in group]
+        assert shown == [flag for group in usual_flags().values() for flag in group]
         assert len(shown) == 26 and f"--help-all shows {NUM_OPTIONS + 2 - len(FAMILY)}." in text
         assert {flag for flag in flags() if not re.search(rf"--{flag}(?![-a-z])", text)} == {*FAMILY}
         assert "(default: 0.0003)" in text and "Peak learning rate." in text

@@ -9,6 +9,7 @@ import pretrain_gpt
 from megazero.cluster import launch
 from megazero.engine.options.schema import Precision
 from megazero.flags.cli import read
+from megazero.flags.flag_names import with_values
 from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.planner.run_plan import plan_config
 from megazero.planner.time.devices import known_devices, load_device
@@ -41,7 +42,8 @@ from tests.pretended_gpu import GPU, pretended_gpu
 )
 def test_what_is_given_is_kept(flags: str, fastest: Precision, precision: str, warmup: int) -> None:
     command = read(flags.split())
-    config, said = gpu_defaults(command.config, command.given, fastest)
+    chosen, said = gpu_defaults(command.config, command.given, fastest)
+    config = with_values(command.config, chosen)
     assert (config.training.precision, config.optimizer.lr_warmup_iters) == (precision, warmup)
     for name, differs in (
         (f"--precision {precision}", config.training != command.config.training),

@@ -61,8 +61,8 @@ def with_other(config: Config, flag: str) -> Config:
 @pytest.mark.long
 def test_flags_that_may_differ_between_ranks() -> None:
     """Every other one must be the same, and is compared by itself."""
-    assert LOCAL_FLAGS == {
-        *("log-dir", "log-interval", "tensorboard-dir", "wandb-project", "wandb-name", "preset"),
+    assert {*LOCAL_FLAGS} == {
+        *("log-dir", "log-interval", "tensorboard-dir", "wandb-project", "wandb-name"),
         *("num-workers", "data-path", "data-args-path", "tokenizer", "tasks"),
     }
     config = replace(Config(), data=DataConfig(mock_data=True))
@@ -424,7 +424,7 @@ def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path, m
 
 def test_every_option_is_on_the_screen() -> None:
     """The first lines print these; all others are listed if they differ from their defaults."""
-    assert SHOWN_OPTIONS == {
+    assert {*SHOWN_OPTIONS} == {
         *("architecture", "num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size", "precision"),
         *("micro-batch-size", "global-batch-size", "train-iters", "zero-stage"),
         *("tensor-model-parallel-size", "context-parallel-size", "pipeline-model-parallel-size"),
