@@ -6,18 +6,21 @@ tests/parallel/test_rehearsal.py compares the counts of real and rehearsed ranks
 import gc
 import json
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from megazero.command.rehearsal import rehearsal_report
 from megazero.command.rehearsal.allocated import Allocated
-from megazero.command.rehearsal.rehearsal import CollectiveCount
+from megazero.command.rehearsal.rehearsal import CollectiveCount, Rehearsal, RehearsalDevice
 from megazero.command.rehearsal.rehearsal_report import rehearsal_table, run_rehearsal
 from megazero.command.rehearsal.rehearsed_save import PlannedSave
 from megazero.engine.model.stage import declare
-from megazero.engine.plan.layout.topology import Coord
+from megazero.engine.plan.layout.topology import Coord, Layout
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
 from megazero.world import World
 
@@ -40,7 +43,8 @@ def test_the_table_of_a_rank_has_its_own_numbers() -> None:
             coordinator_seconds=0.66,
         ),
     )  # fmt: skip
-    head, _, *rows, ways, last = rehearsal_table(found).splitlines()
+    head, names, *rows, ways, last = rehearsal_table(found).splitlines()
+    assert names.split() == ["bytes", "rehearsal", "estimate", "difference"]
     assert head == "rank 5: pp 1, dp 2, cp 3, tp 4"
     assert [row.split() for row in rows] == [
         ["host", "11", "14", "-3"],
@@ -56,6 +60,42 @@ def test_the_table_of_a_rank_has_its_own_numbers() -> None:
         "all plans in 0.66 s"
     )
     assert last.strip() == "built in 51.0 s, a step in 52.0 s"
+
+
+def test_rehearsal_json_has_the_numbers_of_the_ranks_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's numbers are made of its own number; no two are equal."""
+
+    def made(config: Config, layout: Layout, rank: int, on: RehearsalDevice) -> Rehearsal:
+        (a, b, c, d, e, f, g, h, i, j), sizes = (100 * rank + n for n in range(10)), ("dp", "dp", "all-reduce")
+        return Rehearsal(
+            rank=rank, coord=layout.coord(rank), memory={"peak": a}, estimated_memory={"peak": b}, allocated=c,
+            allocated_in="Update", allocated_host=d, traffic={"dp": e}, estimated_traffic={"dp": f},
+            collectives=(CollectiveCount(*sizes, g, h),), save=None, build_seconds=i, step_seconds=j,
+            host_peak_bytes=10**7 * rank,
+        )  # fmt: skip
+
+    monkeypatch.setattr(rehearsal_report, "rehearse_rank", made)
+    flags = "--context-parallel-size 3 --pipeline-model-parallel-size 2 --cp-exchange ring --zero-stage 1 --precision bf16"
+    flags += f" --seq-length 18 --rehearse 36:17,30 --rehearse-on gpu --log-dir {tmp_path}"
+    assert [each.rank for each in run_rehearsal(parse([*SMALL, *flags.split()]), SINGLE, 0)] == [17, 30]
+    said = capsys.readouterr().out
+    assert "rehearsing 36 ranks, pp 2 x dp 3 x cp 3 x tp 2, --cp-exchange ring, ZeRO stage 1, with stand-ins" in said
+    assert "this process took 0.30 GB" in said and "GPU\n" in said
+    report = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert (report["world_size"], report["rehearse_on"]) == (36, "gpu")
+    assert [report["layout"][axis] for axis in ("pp", "dp", "cp", "tp")] == [2, 3, 3, 2]
+    places = ({"pp": 0, "dp": 2, "cp": 2, "tp": 1}, {"pp": 1, "dp": 2, "cp": 0, "tp": 0})
+    for rank, place, found in zip((17, 30), places, report["ranks"], strict=True):
+        a, b, c, d, e, f, g, h, i, j = (100 * rank + n for n in range(10))
+        assert found == {
+            "rank": rank, "coord": place, "allocated_in": "Update", "save": None,
+            "memory_bytes": {"peak": a}, "estimated_memory_bytes": {"peak": b}, "allocated_bytes": c,
+            "allocated_host_bytes": d, "traffic_bytes": {"dp": e}, "estimated_traffic_bytes": {"dp": f},
+            "collectives": [{"axis": "dp", "kind": "dp", "operation": "all-reduce", "calls": g, "bytes": h}],
+            "build_seconds": i, "step_seconds": j, "host_peak_bytes": 10**7 * rank,
+        }  # fmt: skip
 
 
 @pytest.mark.second
@@ -112,12 +152,12 @@ def test_an_exchange_of_keys_is_rehearsed_as_on_a_gpu(asked: str, rehearsed: str
     assert f"cp 3 x tp 1, --cp-exchange {rehearsed}, ZeRO stage 1" in capsys.readouterr().out
 
 
-@pytest.mark.second
 def test_what_cannot_be_rehearsed_is_refused() -> None:
     config = parse(SMALL)
     refusals = [
         ("4:9", SINGLE, "--rehearse 4:9: there is no rank 9; ranks are 0 to 3"),
         ("5", SINGLE, "5 ranks are not divisible by --tensor-model-parallel-size 2 .* rehearse 4 or 6"),
+        ("2:1,0,2", SINGLE, "there is no rank 2; ranks are 0 to 1"),
         ("1", SINGLE, "rehearse 2, or change either"),
         ("many", SINGLE, "--rehearse many: not a number of ranks; write WORLD"),
         ("4", World(1, 2, 1, "torchrun"), "needs a single process, and torchrun started 2"),

@@ -1,0 +1,209 @@
+"""The numbers of a plan, each in its own place: tables, lines, plan.json and the table of a search agree.
+
+One plan has a different number everywhere.
+"""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from megazero.engine.model.stage import declare
+from megazero.flags.cli import parse
+from megazero.flags.flag_names import with_values
+from megazero.flags.resolve import resolve
+from megazero.planner.bytes.capacity import checkpoint_bytes
+from megazero.planner.bytes.estimate import KINDS, StageBytes
+from megazero.planner.goodput import ways
+from megazero.planner.plan_report import show, summary
+from megazero.planner.run_plan import Plan, as_json
+from megazero.planner.search.search_report import COLUMNS, _row
+from megazero.planner.time.devices import load_device
+from megazero.planner.time.step_time import PARTS, Parts, StepTime
+from megazero.planner.trace.trace import model_flops
+from tests.helpers.table import for_each
+
+GB = 10**9
+TRAFFIC = ("dp", "cp", "ep", "tp", "pp", "control", "pcie", "nvme")
+FLAGS = (
+    "--architecture mixtral --num-experts 10 --num-layers 6 --hidden-size 32 --num-attention-heads 8 --seq-length 40 "
+    "--vocab-size 100 --precision bf16 --tensor-model-parallel-size 4 --context-parallel-size 2 "
+    "--pipeline-model-parallel-size 3 --virtual-pipeline-stages 2 --pipeline-schedule interleaved "
+    "--expert-model-parallel-size 5 "
+    "--expert-tensor-parallel-size 2 --sequence-parallel --micro-batch-size 7 --global-batch-size 210 --train-iters 11 "
+    "--zero-stage 1 --recompute selective"
+)
+
+
+def plan_of(flags: str = FLAGS, world: int = 120) -> Plan:
+    """Of 3 stages, whose bytes are made up: the middle one is the fullest, and the last the busiest."""
+    config, layout = resolve(parse(flags.split()), world, 0, declare)
+    stages = []
+    for stage in range(3):
+        at_peak = {kind: (1 + n + 10 * (2 * stage % 3)) * GB // 8 for n, kind in enumerate(KINDS)}
+        memory = {"parameters": 2 + stage, "host": (5 + 3 * stage % 5) * GB, "nvme": (11 + 4 * stage % 7) * GB}
+        traffic = {axis: (n + 1 + 20 * stage) * GB // 4 for n, axis in enumerate(TRAFFIC)}
+        stages.append(StageBytes(memory, traffic, 70 + stage, 0, sum(at_peak.values()), at_peak, 0, (0, 0), 0))
+    seconds = {part: 1.0 + n * (n + 1) / 4 for n, part in enumerate(PARTS)}
+    parts = Parts(sum(seconds.values()), seconds, (1.0, 2.0, 3.0), 2)
+    return Plan(config, layout, load_device("h100-80gb"), stages, StepTime(parts, 97.0, 173.0))
+
+
+def tables(text: str) -> list[dict[str, dict[str, str]]]:
+    """Return the printed tables: by the first cell of a row, its other cells by heading."""
+    found: list[dict[str, dict[str, str]]] = []
+    names: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in re.split("[│┃]", line)[1:-1]]
+        if line.startswith("┃"):
+            names = cells
+            found.append({})
+        elif line.startswith("│"):
+            found[-1][cells[0]] = dict(zip(names[1:], cells[1:], strict=True))
+    return found
+
+
+def printed(plan: Plan) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    show(plan, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_table_has_each_number_under_its_heading() -> None:
+    plan = plan_of()
+    text = printed(plan)
+    memory, traffic, seconds = tables(text)
+    usable = plan.device["memory.capacity"] - plan.device.reserved_bytes(plan.layout)
+    for number, stage in enumerate(plan.stages):
+        wanted = {kind.replace("_", " "): f"{stage.at_peak[kind] / GB:.2f}" for kind in KINDS}
+        free = (usable - stage.peak) / GB
+        assert memory[str(number)] == wanted | {"peak": f"{stage.peak / GB:.2f}", "free": f"{free:.2f}"}
+        assert traffic[str(number)] == {axis: f"{stage.traffic[axis] / GB:.3f}" for axis in TRAFFIC}
+    whole = sum(plan.time.expected.parts.values())
+    assert list(seconds.values()) == [
+        *(
+            {"seconds": f"{1 + n * (n + 1) / 4:.4g}", "share": f"{(1 + n * (n + 1) / 4) / whole:.1%}"}
+            for n in range(11)
+        ),
+        {"seconds": f"{whole:.4g}", "share": ""},
+    ]
+    words = (
+        "compute",
+        "recompute",
+        "norm",
+        "tensor",
+        "keys",
+        "tokens",
+        "data",
+        "messages",
+        "host",
+        "stages",
+        "kept",
+        "step",
+    )
+    assert all(word in name for word, name in zip(words, seconds, strict=True))
+    assert "seconds of a step on stage 2, the busiest" in text
+    assert "120 x h100-80gb: pp 3 (2 virtual stages each) x dp 5 x cp 2 x tp 4, ep 5 x etp 2, " in text
+    assert ", 6 micro-batches of 7\n" in text
+
+
+def test_plan_json_has_the_numbers_of_the_tables() -> None:
+    plan = plan_of()
+    found, layout, config = as_json(plan), plan.layout, plan.config
+    assert found["layout"] == {
+        "pp": 3, "dp": 5, "cp": 2, "tp": 4, "ep": 5, "etp": 2, "shard": 10, "chunks": 2,
+    }  # fmt: skip
+    assert (found["world_size"], found["device_type"], found["fits"]) == (120, "h100-80gb", True)
+    h, f, v, e = 32, config.model.ffn_hidden_size, config.model.vocab_size, 10
+    rest = 2 * v * h + h + 6 * (4 * h * h + 2 * h + e * h)
+    assert found["parameters"] == rest + 6 * e * 3 * h * f and found["active_parameters"] == rest + 6 * 2 * 3 * h * f
+    assert found["device_bytes"] == 85 * GB and found["reserved_bytes"] == plan.device.reserved_bytes(layout) != 0
+    assert [stage["layers"] for stage in found["stages"]] == [[0, 3], [1, 4], [2, 5]]
+    for number, (shown, stage) in enumerate(zip(found["stages"], plan.stages, strict=True)):
+        assert shown == {
+            "stage": number,
+            "layers": shown["layers"],
+            "memory_bytes": stage.memory,
+            "traffic_bytes": stage.traffic,
+            "activation_bytes": 70 + number,
+            "peak_bytes": stage.peak,
+            "free_bytes": 85 * GB - found["reserved_bytes"] - stage.peak,
+            "at_peak": stage.at_peak,
+        }
+    seconds = found["step_seconds"]
+    assert seconds == plan.time.expected.seconds and found["step_seconds_range"] == [97.0, 173.0]
+    assert found["step_parts"] == plan.time.expected.parts
+    flops = model_flops(config.model, 210) / seconds / 120
+    assert found["tflops_per_device"] == pytest.approx(flops / 1e12)
+    assert found["mfu"] == pytest.approx(flops / plan.device["compute.bf16"])
+    assert found["tokens_per_second"] == pytest.approx(210 * 40 / seconds)
+    assert found["days"] == pytest.approx(11 * seconds / 86_400)
+    share = plan.reached
+    assert share is not None and share.least < share.median < share.most
+    for name in ("tflops_per_device", "mfu", "tokens_per_second"):
+        assert found["expected"][name] == found[name] * share.median
+        assert found["expected"][f"{name}_range"] == (found[name] * share.least, found[name] * share.most)
+    for name in ("step_seconds", "days"):
+        assert found["expected"][name] == found[name] / share.median
+        assert found["expected"][f"{name}_range"] == (found[name] / share.most, found[name] / share.least)
+    line = printed(plan).splitlines()[1]
+    speed, mfu = found["expected"], found["expected"]["mfu_range"]
+    each = [speed["tokens_per_second"], *speed["tokens_per_second_range"]]
+    assert re.findall(r"[\d.,]*\d", line) == [
+        *(f"{value / 120:,.0f}" for value in each),
+        *(f"{100 * value:.1f}" for value in (speed["mfu"], *mfu)),
+    ]
+    failing = plan._replace(config=with_values(config, {"mtbf": 500.0}))
+    wanted = [way._asdict() for way in ways(config, plan.device, 120, 500.0)]
+    assert as_json(failing)["failures"] == wanted != [] == found["failures"]
+
+
+@for_each(
+    ("more", "held"),
+    [
+        ("--optimizer-cpu-offload", "optimizer states and gradients"),
+        ("--recompute full --checkpoint-in-cpu", "inputs kept for recompute"),
+        ("--memory-checkpoint-interval 3 --memory-checkpoint-dir m --save s", "checkpoints on their way to memory"),
+    ],
+)
+def test_memory_of_hosts_is_that_of_a_nodes_devices(more: str, held: str) -> None:
+    """Of the stage with the most: 8 GB a device in host memory, 15 GB in files; 8 devices on each of 15 nodes."""
+    plan = plan_of(f"{FLAGS} {more}")
+    lines = summary(plan)
+    assert f"host memory: 64.0 GB per node for {held}" in lines
+    assert "files: 120.0 GB per node in --optimizer-nvme-offload" in lines
+    kept = f"checkpoints in memory: {checkpoint_bytes(plan.config) * 4 // 15 / GB:.1f} GB per node in"
+    assert any(line.startswith(kept) for line in lines) == ("memory-checkpoint" in more)
+    reserved = plan.device.reserved_bytes(plan.layout)
+    free = 85 * GB - reserved - plan.stages[1].peak
+    (line,) = (line for line in lines if line.startswith("memory: "))
+    assert line.startswith(f"memory: 85.0 GB per device, {reserved / GB:.1f} GB of them reserved for libraries (")
+    assert line.endswith(f"NCCL communicators); {free / GB:.1f} GB free on the fullest device")
+
+
+def test_the_row_of_a_search_has_each_number_under_its_heading() -> None:
+    plan = plan_of()
+    parts, seconds = plan.time.expected.parts, plan.seconds
+    assert dict(zip(COLUMNS.split(", "), _row(plan), strict=True)) == {
+        "step s": f"{seconds:.4g}",
+        "TFLOP/s": f"{plan.tflops:.1f}",
+        "expected": f"{plan.tflops * plan.reached.median:.0f}",  # type: ignore[union-attr]
+        "GB": "21.0",
+        "tp": "4",
+        "cp": "2",
+        "pp": "3",
+        "virtual": "2",
+        "schedule": "interleaved",
+        "dp": "5",
+        "ZeRO": "1",
+        "shard": "10",
+        "recompute": "selective",
+        "SP": "yes",
+        "Pa": "",
+        "micro": "7",
+        "bubble": f"{parts['bubble'] / seconds:.1%}",
+        "dp wait": f"{parts['dp'] / seconds:.1%}",
+    }
+    changed = with_values(plan.config, {"sequence-parallel": False, "partition-activations": True})
+    assert _row(plan._replace(config=changed))[13:15] == ["", "yes"]
