@@ -3,16 +3,21 @@
 import re
 import threading
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from megazero.cluster.watchdog import Activity
 from megazero.command.errors import place_of
+from megazero.engine.memory.tracker import KINDS
 from megazero.engine.mesh.peer_errors import PeerLost
-from megazero.engine.plan.program.operations import Keep, Op, Open, Recompute
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.program.operations import GradNorm, Keep, Op, Open, Recompute
+from megazero.engine.plan.program.program import Program
 from megazero.engine.step.engine import Engine
+from megazero.flags.config import Config
 from megazero.observe import memory_report
 from tests.parallel.cases import Case, micro_batches, new_engine
 
@@ -93,6 +98,45 @@ def test_what_was_held_is_what_was_predicted_for_that_operation(
     assert any(now > 0 for now, *_ in table.values())
     for kind, (now, peak, predicted, predicted_peak) in table.items():
         assert (now, peak) == (predicted, predicted_peak), kind
+
+
+class Held(NamedTuple):
+    """A memory tracker."""
+
+    now: dict[str, int]
+    peak: dict[str, int]
+    total: int
+    total_peak: int
+
+
+def made_tracker(first: int) -> Held:
+    """Of first + 0, 1, ... MiB, and half of one more."""
+    values = [(first + n) * 2**20 + 2**19 for n in range(2 * len(KINDS) + 2)]
+    return Held(dict(zip(KINDS, values[::2], strict=False)), dict(zip(KINDS, values[1::2], strict=False)), *values[-2:])
+
+
+def test_a_memory_report_has_each_number_under_its_heading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now, at the peak and as predicted: no two are equal. The prediction is for the operation that failed."""
+    op, update = Keep("blocks.1", 0), Open("blocks.2")
+    step = Program([Open("blocks.1"), Keep("blocks.1", 0), op, GradNorm()], [update], 0, 0)
+    mesh = SimpleNamespace(rank=3, layout=Layout(), device=torch.device("cuda"))
+    engine: Any = SimpleNamespace(config=Config(), mesh=mesh, tracker=made_tracker(1000))
+    asked = []
+
+    def predicted(*_: Any, needs_staging_buffer: bool, num_ops: int) -> Held:
+        asked.append((num_ops, needs_staging_buffer))
+        return made_tracker(5000)
+
+    monkeypatch.setattr(memory_report, "predicted_after", predicted)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7 * 2**20)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9 * 2**20)
+    report = memory_report.memory_report(engine, step, op)
+    assert report.splitlines()[1].split() == ["now", "peak", "predicted", "its", "peak"]
+    for n, kind in enumerate([*KINDS, "total on the device"]):
+        assert numbers(report)[kind] == [first + 2 * n + more + 0.5 for first in (1000, 5000) for more in (0, 1)], kind
+    assert "the allocator has 7.0 MiB in use of 9.0 MiB reserved" in report
+    memory_report.memory_report(engine, step, update)
+    assert asked == [(3, False), (5, False)]
 
 
 def test_an_evaluation_is_reported_without_a_prediction() -> None:

@@ -13,6 +13,7 @@ from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
 from megazero.flags.stages import read_stages
 from megazero.host import Available, Machine
+from megazero.observe import start_report
 from megazero.observe.start_report import (
     cpu_text,
     details,
@@ -23,7 +24,7 @@ from megazero.observe.start_report import (
     option_lines,
     screen,
 )
-from megazero.planner.bytes.estimate import stage_bytes
+from megazero.planner.bytes.estimate import KINDS, StageBytes, stage_bytes
 from megazero.units import size
 from tests.helpers.table import for_each
 
@@ -172,6 +173,28 @@ def test_memory_is_that_of_the_fullest_rank_beside_what_there_is() -> None:
         f"{size(most)} per rank of stage {peaks.index(most)}, {size(2 * most)} for this node's 2 of the 16.0 GB of host"
     )
     assert words in " ".join(" ".join(shown(flags, 2)).split())
+
+
+def made_bytes(peak: int) -> StageBytes:
+    """At a peak of 5,000 MB, all kinds but one, which is below 2 % of it, have another number of MB."""
+    at_peak = {kind: peak * (n + 1) // 40 for n, kind in enumerate(KINDS)} | {"logits": peak // 51}
+    memory = {"host": 77_000_000, "nvme": 88_000_000, "parameters": 99_000_000}
+    return StageBytes(memory, {}, 1, 2, peak, at_peak, 3, (0, 0), 0)
+
+
+def test_the_memory_line_has_each_kind_and_each_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first or the last of three stages, beside the GPU where there is one, else beside the node."""
+    made = {0: made_bytes(4_000_000_000), 2: made_bytes(5_000_000_000)}
+    monkeypatch.setattr(start_report, "stage_bytes", lambda config, layout, pp, kind: made[pp])
+    flags = "--preset tiny --num-layers 6 --pipeline-model-parallel-size 3 --data-path c"
+    kinds = (
+        "besides libraries: weights 125 MB, optimizer states 250 MB, gradients 375 MB, inputs kept for recompute 500 "
+        "MB, buffers 625 MB, activations 875 MB; and 77.0 MB of host memory; and 88.0 MB in a file"
+    )
+    for device, place in (("cuda", "79.0 GB free on its GPU"), ("cpu", "16.0 GB of host memory")):
+        text = " ".join(" ".join(shown(flags, 6, device)).split())
+        node = ", 30.0 GB for this node's 6" if device == "cpu" else ""
+        assert f"memory 5.00 GB per rank of stage 2{node} of the {place}, {kinds}" in text
 
 
 @for_each(
