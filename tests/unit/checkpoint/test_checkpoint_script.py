@@ -3,6 +3,7 @@
 import re
 import subprocess
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,15 @@ from megazero.checkpoint import verify
 from megazero.checkpoint.shards import LocalShard
 from megazero.flags.config import ModelConfig
 from megazero.run.run_state import RunState
+from megazero.units import size
 from tests.helpers.programs import warm
 from tests.helpers.table import for_each
 
 
 def save(root: Path, iteration: int) -> Path:
-    tensors = {name: LocalShard((6, 2), (0, 0), (6, 2), 0, 12, torch.arange(12.0)) for name in ("model.w", "exp_avg.w")}
+    tensors = {"model.b": LocalShard((3, 5, 1), (0, 0, 0), (3, 5, 1), 0, 15, torch.arange(15.0).bfloat16())}
+    for name in ("model.w", "exp_avg.w"):
+        tensors[name] = LocalShard((6, 2), (0, 0), (6, 2), 0, 12, torch.arange(12.0))
     layout = {"pp": 1, "dp": 2, "tp": 3, "cp": 5, "ep": 6, "expert_tp": 0}
     state = RunState(iteration, 8 * iteration, 4 * iteration, None, asdict(ModelConfig()), layout, {}, run="abc")
     return checkpoint.save(root, iteration, tensors, state.to_json(), attached={"tokenizer/tokenizer.json": b"{ }"})
@@ -60,6 +64,11 @@ def test_list_verify_and_show(tmp_path: Path) -> None:
     listed = script("list", tmp_path)
     assert listed.returncode == 0
     head, *rows = listed.stdout.splitlines()
+    for path, row, samples in ((first, rows[0], "8"), (second, rows[1], "16")):
+        files = [file.stat() for file in path.rglob("*") if file.is_file()]
+        saved = datetime.fromtimestamp(max(file.st_mtime for file in files)).isoformat(" ", "seconds")
+        assert re.split("  +", row)[:3] == [path.name, saved, size(sum(file.st_size for file in files))]
+        assert re.split("  +", row)[4] == samples
     assert head.split() == ["checkpoint", "saved", "size", "layout", "samples", "state"]
     assert re.search(r" kB  pp 1 x dp 2 x cp 5 x tp 3 x ep 6  8  ", rows[0]) and rows[0].endswith(
         "<- a resume starts here"
@@ -71,9 +80,15 @@ def test_list_verify_and_show(tmp_path: Path) -> None:
     shown = script("show", first)
     assert shown.returncode == 0 and "iteration 1, 8 samples, 4 updates, run abc" in shown.stdout
     assert "layout pp 1 x dp 2 x cp 5 x tp 3 x ep 6, 1 files, " in shown.stdout
-    assert "model of 12 parameters: num-layers=12 hidden-size=768 " in shown.stdout
-    for line, name in zip(shown.stdout.splitlines()[-2:], ("model.w", "exp_avg.w"), strict=True):
-        assert line.split() == [name, "float32", "6", "x", "2", "1", "48", "bytes"]
+    tensors = size((first / "rank_00000.safetensors").stat().st_size)
+    assert f"1 files, {tensors}\n" in shown.stdout and "tokenizer: " in shown.stdout
+    assert "model of 27 parameters: num-layers=12 hidden-size=768 " in shown.stdout
+    assert [re.split("  +", line) for line in shown.stdout.splitlines()[-4:]] == [
+        ["tensor", "dtype", "shape", "chunks", "size"],
+        ["model.b", "bfloat16", "3 x 5 x 1", "1", "30 bytes"],
+        ["model.w", "float32", "6 x 2", "1", "48 bytes"],
+        ["exp_avg.w", "float32", "6 x 2", "1", "48 bytes"],
+    ]
     (first / "rank_00000.safetensors").unlink()
     listed = script("list", tmp_path)  # a job's script must see that there is nothing to resume from
     assert listed.returncode == 1 and len(listed.stdout.splitlines()) == 3 and listed.stdout.count("NOT WHOLE") == 2

@@ -13,8 +13,10 @@ from megazero.engine.model.stage import declare
 from megazero.flags.cli import parse
 from megazero.flags.flag_names import with_values
 from megazero.flags.resolve import resolve
+from megazero.planner import run_plan
 from megazero.planner.bytes.capacity import checkpoint_bytes
 from megazero.planner.bytes.estimate import KINDS, StageBytes
+from megazero.planner.expected import Reached
 from megazero.planner.goodput import ways
 from megazero.planner.plan_report import show, summary
 from megazero.planner.run_plan import Plan, as_json
@@ -180,6 +182,29 @@ def test_memory_of_hosts_is_that_of_a_nodes_devices(more: str, held: str) -> Non
     (line,) = (line for line in lines if line.startswith("memory: "))
     assert line.startswith(f"memory: 85.0 GB per device, {reserved / GB:.1f} GB of them reserved for libraries (")
     assert line.endswith(f"NCCL communicators); {free / GB:.1f} GB free on the fullest device")
+
+
+@for_each(
+    ("iterations", "length"),
+    [
+        (288, "12.0 minutes expected (10.0 to 15.0)"),
+        (14_400, "10.0 hours expected (8.3 to 12.5)"),
+        (360_000, "10.4 days expected (8.7 to 13.0)"),
+    ],
+)
+def test_a_run_lasts_as_long_as_its_steps_at_the_speed_of_published_runs(
+    iterations: int, length: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 2 s, 8,400 tokens; published runs reached 80 %, 64 to 96 %, of their plans."""
+    monkeypatch.setattr(run_plan, "reached", lambda: Reached(0.8, 0.64, 0.96, 7))
+    plan = plan_of()
+    time = plan.time._replace(expected=plan.time.expected._replace(seconds=2.0))
+    plan = plan._replace(time=time, config=with_values(plan.config, {"train-iters": iterations}))
+    tokens = iterations * 8400 / GB
+    assert f"--train-iters {iterations}: {tokens:.2f} B tokens, {length}" in summary(plan)
+    speed, words = printed(plan).splitlines()[1:3]
+    assert speed.startswith("expected: 28 tokens/s per device (22 to 34), MFU ")
+    assert words.startswith("7 published runs without experts reached 64% to 96% of their planned speed, 80% in the")
 
 
 def test_the_row_of_a_search_has_each_number_under_its_heading() -> None:
