@@ -149,6 +149,41 @@ def test_peek_as_a_page(tmp_path: Path, lines: Path, bpe: Path, capsys) -> None:
     assert sum(s.documents for s in spans) == 200
 
 
+def test_peek_shows_each_number_in_its_row(tmp_path: Path, capsys) -> None:
+    """Documents of 2, 7, 5 and 210 tokens, the second in two sequences; the last has 204 targets."""
+    prefix = write_corpus(tmp_path / "c", [[1] * 2, [2] * 3, [3] * 4, [4] * 5, [*range(210)]], [0, 1, 3, 4, 5])
+    about = {"num_tokens": 224, "max_id": 209, "num_targets": 204, "vocab_size": 260}
+    about["sources"] = [{"input": "a", "documents": 1, "tokens": 2}, {"input": "b", "documents": 3, "tokens": 222}]
+    Path(f"{prefix}.json").write_text(json.dumps(about))
+    Path(f"{prefix}.mask").write_bytes(bytes(20) + bytes([1]) * 204)
+    peek.main([str(prefix), "--documents", "2"])
+    said = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if line.startswith("│")]
+    assert rows[:8] == [
+        ["token type", "uint16"], ["documents", "4"], ["sequences", "5"], ["tokens", "224"],
+        ["shortest document", "2"], ["longest document", "210"], ["mean document", "56"], ["max_id", "209"],
+    ]  # fmt: skip
+    assert ["num_targets", "204"] in rows and ["vocab_size", "260"] in rows
+    assert [row for row in rows if len(row) == 4] == [
+        ["a", "1", "2", "0.9%"],
+        ["b", "3", "222", "99.1%"],
+        ["2 to 3", "1", "0.9%", "#" * 10],
+        ["4 to 7", "2", "5.4%", "#" * 20],
+        ["128 to 255", "1", "93.8%", "#" * 10],
+    ]
+    assert [row[1:] for row in re.findall(r"(document (\d+): (\d+) tokens, (\d+) of them targets)", said)] == [
+        ("0", "2", "0"),
+        ("2", "5", "0"),
+    ]
+    peek.main([str(prefix), "--documents", "4"])
+    said = capsys.readouterr().out
+    assert "document 3: 210 tokens, 204 of them targets" in said and "... and 10 tokens more" in said
+    assert said.count("more") == 1 and " 4 5[[6 7" in said and "199]]" in said
+    assert check_dataset.check(str(prefix)).startswith(
+        f"{prefix}: 4 documents, 224 tokens, 204 targets, ids 0 to 209 of a vocabulary of 260; no checksums"
+    )
+
+
 def test_no_text_of_a_corpus_commands_the_terminal(tmp_path: Path, capsys) -> None:
     """Control characters are shown as escapes in documents, in the description, in errors and in skipped lines."""
     evil = "a\x1b[31mb\x9b2Jc\x07\r\x7f\td\ne"

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from megazero.data.task_files import ChoiceItem, ClozeItem, TaskItems, TextItem
 from megazero.data.task_requests import Pair, TaskRequests
 from megazero.flags.config import Config, EvaluationConfig, ModelConfig, TrainingConfig
 from megazero.observe.shown_tasks import task_scores
-from megazero.run.task_scores import TaskScores, keeps_apart, task_interval
+from megazero.run.task_scores import TaskScores, keeps_apart, task_interval, task_words
 from tests.helpers.table import for_each
 
 
@@ -45,6 +46,24 @@ def test_requests_share_samples_where_attention_is_as_fused_as_that_of_training(
     sizes = ModelConfig(num_layers=1, hidden_size=128, num_attention_heads=2, vocab_size=257, seq_length=8, **model)
     config = replace(Config(), model=sizes, training=TrainingConfig(precision=precision))
     assert keeps_apart(config, device) == expected
+
+
+def test_the_start_screen_counts_items_requests_and_samples() -> None:
+    """30 samples, whose forwards cost as much as 10 of training: 5 % of 50 steps of 4."""
+
+    class Packed(SimpleNamespace):
+        def __len__(self) -> int:
+            return 30
+
+    tasks = SimpleNamespace(counts={"a": 1234, "b": 7})
+    packed: Any = Packed(requests=SimpleNamespace(tasks=tasks, pairs=range(91)))
+    config = replace(Config(), training=TrainingConfig(global_batch_size=4, train_iters=1000))
+    text = "a 1,234, b 7: 91 requests in 30 samples"
+    for interval, words in ((50, "every 50 iterations and after the last, 5.0% of the time"), (1000, "after the last")):
+        asked = replace(config, evaluation=EvaluationConfig(task_interval=interval))
+        assert task_words(asked, packed).startswith(f"{text}; scored {words}"), interval
+    assert task_words(config, packed).endswith("every 125 iterations and after the last, 2.0% of the time")
+    assert task_words(replace(config, evaluation=EvaluationConfig(eval_only=True)), packed) == text
 
 
 def test_scores() -> None:
