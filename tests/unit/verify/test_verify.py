@@ -1,5 +1,6 @@
 """`megazero verify` without ranks: runs are shrunk to the same shape, and bad input is refused in a sentence."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -13,12 +14,14 @@ from megazero.flags.presets import preset_names
 from megazero.flags.resolve import resolve
 from megazero.interop.huggingface.model_types import attention_kinds
 from megazero.planner.layouts import layout_words
-from megazero.verify.command import main
-from megazero.verify.compare import Difference, row
+from megazero.verify import planned
+from megazero.verify.command import main, show_proof, verdict_of
+from megazero.verify.compare import Comparison, Difference, Row, Whole, row
 from megazero.verify.planned import UNBALANCED, unplanned
 from megazero.verify.shrink import MOST_RANKS, small_layout
-from megazero.verify.training import TensorPart, joined
-from megazero.verify.verification import Wanted, make_runs
+from megazero.verify.tolerance import Tolerance
+from megazero.verify.training import Sums, TensorPart, Trained, VerifiedStep, joined
+from megazero.verify.verification import Proof, Wanted, make_runs, to_json
 from tests.helpers.rings import by_default
 from tests.helpers.table import for_each
 
@@ -154,6 +157,106 @@ def test_bad_input_is_a_sentence(flags: str, capsys: pytest.CaptureFixture[str])
 def test_nan_and_infinity_fail() -> None:
     for wrong in (float("nan"), float("inf")):
         assert not row("loss", [Difference("step 1", 0.0, 1e-9), Difference("step 2", wrong, 1e-9)]).passed
+
+
+def test_a_row_has_the_numbers_of_the_difference_nearest_to_its_tolerance() -> None:
+    """Not of the largest difference, which may have the largest tolerance."""
+    each = [Difference("a", 3e-3, 1e-2), Difference("b", 2e-9, 4e-9), Difference("c", 1e-5, 1e-3)]
+    assert row("loss", each) == Row("loss", 2e-9, "b", tolerance=4e-9, passed=True)
+    assert row("loss", [*each, Difference("d", 5e-7, 2e-7)]) == Row("loss", 5e-7, "d", tolerance=2e-7, passed=False)
+
+
+def test_a_proof_has_each_number_in_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the screen and in --json."""
+    rows = [Row("loss", 1.5e-9, "step 2", 3.5e-7, True), Row("norm", math.inf, "step 3", 4.5e-6, False)]
+    tables = {"fp32": rows, "fp64": [Row("bytes sent", 0.0, "dp, rank 7", 0.0, False, note="8 bytes, planned 9")]}
+    proof = Proof(passed=False, words=["the run"], tables=tables, first="", lost="", seconds=11.2)
+    show_proof(proof)
+    said = capsys.readouterr().out
+    assert [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if line.startswith("│")] == [
+        ["loss", "1.5e-09", "3.5e-07", "step 2", "PASS"],
+        ["norm", "inf", "4.5e-06", "step 3", "FAIL"],
+        ["bytes sent", "8 bytes, planned 9", "", "dp, rank 7", "FAIL"],
+    ]
+    heads = [[cell.strip() for cell in line.split("┃")[1:-2]] for line in said.splitlines() if line.startswith("┃")]
+    assert heads == [["compared", "difference", "tolerance", "where it is largest"]] * 2
+    assert said.endswith("FAIL: these differ: norm, bytes sent (12 s)\n")
+    found = to_json(proof, Wanted(["--lr", "1"], 16, 5))
+    keys = ("table", "what", "difference", "where", "tolerance", "passed", "note")
+    assert [tuple(each[key] for key in keys) for each in found["rows"]] == [
+        ("fp32", "loss", 1.5e-9, "step 2", 3.5e-7, True, ""),
+        ("fp32", "norm", None, "step 3", 4.5e-6, False, ""),
+        ("fp64", "bytes sent", 0.0, "dp, rank 7", 0.0, False, "8 bytes, planned 9"),
+    ]
+    assert (found["passed"], found["seconds"], found["shrunk"]) == (False, 11.2, ["the run"])
+    assert (found["flags"]["world_size"], found["flags"]["steps"]) == (16, 5)
+    verdicts = [proof._replace(first="a differs"), proof._replace(lost="rank 3 died"), proof._replace(passed=True)]
+    assert [verdict_of(each).split(":")[0] for each in verdicts] == ["FAIL", "FAIL", "PASS"]
+    assert [verdict_of(each).split(": ")[1] for each in verdicts[:2]] == ["a differs", "rank 3 died"]
+
+
+def test_bytes_that_are_not_planned_are_named_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1, step 2; a step of a smaller batch is left out."""
+    plans = ({"peak": 11, "host": 12}, {"dp": 21, "tp": 22})
+    monkeypatch.setattr(planned, "estimate", lambda *_, **__: plans)
+    step = VerifiedStep(1.0, 1.0, 1.0, 8, False, (), *plans, {}, {})
+    wrong = step._replace(memory={"peak": 11, "host": 15}, traffic={"dp": 29, "tp": 22})
+    config, layout = resolve(parse("--global-batch-size 8 --micro-batch-size 2".split()), 2, 99, declare)
+    for steps, where in (([step, wrong], "2"), ([wrong._replace(samples=4), step, wrong], "3"), ([step, step], "")):
+        ranks = [Trained([step] * 3, {}), Trained(steps, {})]
+        said = [planned.byte_difference(config, layout, ranks, on_gpu=False, traffic=sent) for sent in (False, True)]
+        assert said == [
+            (f"host, rank 1, step {where}", "15 bytes, planned 12"),
+            (f"dp, rank 1, step {where}", "29 bytes, planned 21"),
+        ] or (not where and said == [("", "")] * 2)
+
+
+def test_the_first_difference_is_named_with_its_step_its_size_and_the_number_of_others() -> None:
+    """Of steps 6 and 7, after a resume. All gradients of a weight are as large as its place in the model."""
+    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --vocab-size 12 --precision fp64"
+    config, _ = resolve(parse(flags.split()), 1, 0, declare)
+    layers, tolerance = declare(config.model), Tolerance(config, 1e-6, True)
+    specs = [spec for layer, kind in layers.kinds.items() for spec in kind.params_of(layer, ())]
+    gradients = {spec.name: np.full(spec.shape, 1.0 + n) for n, spec in enumerate(specs)}
+    states = {f"{kind}.{name}": each for name, each in gradients.items() for kind in ("model", "exp_avg")}
+    step, sums = VerifiedStep(4.0, 2.0, 0.5, 8, False, (), {}, {}, {}, {}), {("blocks.1", False): Sums(1.0, 16.0, 4)}
+    steps = [step, step._replace(loss=5.0)]
+    whole = Whole(steps, [sums] * 2, [gradients] * 2, states, "")
+
+    def first(found: Whole, compares_layers: bool = True) -> str:
+        comparison = Comparison(whole, found, config, layers=layers, tolerance=tolerance, before=5)
+        return comparison.first([compares_layers] * 2)
+
+    assert first(whole) == ""
+    names = [spec.name for spec in specs]
+    apart = gradients | {names[3]: gradients[names[3]] * 1.5, names[7]: gradients[names[7]] * 0.75}
+    other = whole._replace(gradients=[gradients, apart])
+    tail = f"{len(names)} gradients differ in that step"
+    size = "(by {} of its size; rounding gives at most 1.0e-06)"
+    assert first(other) == (
+        f"the first thing that differs is the gradient of {names[3]}, step 7 {size.format('5.0e-01')}; 2 of {tail}"
+    )
+    lost = other._replace(steps=[step, step._replace(loss=6.0)])
+    assert first(lost).startswith("the first thing that differs is the loss of step 7 (by 2.0e-01 of its size; ")
+    assert first(lost).endswith(
+        f"the first gradient in the order of the model is that of {names[3]}, step 7; 2 of {tail}"
+    )
+    norm = whole._replace(steps=[step._replace(norm=2.5), steps[1]])
+    assert first(norm) == f"the first thing that differs is the gradient norm of step 6 {size.format('2.5e-01')}"
+    results = whole._replace(layers=[sums, {("blocks.1", False): Sums(5.0, 16.0, 4)}])
+    assert first(results).startswith("the first thing that differs is the output of blocks.1, step 7 (by 5.0e-01 of")
+    assert first(results, compares_layers=False) == ""
+    moments = whole._replace(states=states | {f"exp_avg.{names[2]}": gradients[names[2]] * 1.25})
+    assert first(moments).startswith(
+        f"all gradients agree; the first value that differs after step 7 is exp_avg.{names[2]} (by 2.5e-01 of"
+    )
+    rows = Comparison(whole, lost, config, layers, tolerance).rows([True, True])
+    assert [(each.what, each.passed) for each in rows] == [
+        ("loss", False), ("gradient norm", True), ("outputs of layers", True),
+        (f"gradients of {len(names)} weights", False), ("weights after step 2", True),
+        ("optimizer states after step 2", True), ("copies on several ranks", True),
+    ]  # fmt: skip
+    assert (rows[0].difference, rows[0].where, rows[3].where) == (0.2, "step 2", f"{names[3]}, step 2")
 
 
 def test_pieces_of_ranks_are_joined() -> None:
