@@ -8,9 +8,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
+from megazero.engine.model.stage import declare
+from megazero.flags.cli import read
 from megazero.flags.config import Config
 from megazero.flags.flag_names import with_values
+from megazero.flags.resolve import resolve
 from megazero.observe.events import RunEvents
 from megazero.observe.loggers import MetricsFile
 from megazero.observe.pauses import Pauses
@@ -149,6 +153,44 @@ def test_steps_before_the_first_checkpoint_are_lost(tmp_path: Path, monkeypatch:
     assert spent(run)["steps computed again"] == spent(run)["steps that are kept"] == 40.0 and len(run.starts) == 2
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert begin()[1] == Lost() and len(read_run(tmp_path).starts) == 1
+
+
+def test_a_resume_is_recorded_and_reported_with_its_own_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last record at 5060, an end at 5070, the process at 5100, its first step until 5112.5, the report at 5200."""
+    (tmp_path / "events.jsonl").write_text('{"event": "start", "at": 5001}\n{"event": "end", "at": 5070}\n')
+    given = read(f"--log-dir {tmp_path} --architecture mixtral --num-experts 3 --num-layers 2 --vocab-size 9".split())
+    config, layout = resolve(given.config, 6, 0, declare)
+    world = SimpleNamespace(hosts=["a", "a", "a", "b", "b", "b"])
+    mesh: Any = SimpleNamespace(rank=0, layout=layout, device=torch.device("cpu"), world=world)
+    clock, now = StartClock(began=5100.0), [5102.5]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    clock.mark("process")
+    events = RunEvents(given, config, mesh, clock, {"bytes_per_token": 3.5})
+    events.start(7, Lost(iterations=3, seconds=45.0, until=5060.0), stage=2)
+    assert events.first_step(7) == {} == events.first_step(9)
+    now[0] = 5112.5
+    clock.mark("first step")
+    now[0], clock.mark = 5200.0, lambda part: None  # type: ignore[method-assign]
+    parts = {"process": 2.5, "first step": 10.0}
+    assert events.first_step(8) == {"start_seconds": parts, "recovery_seconds": 140.0}
+    assert capsys.readouterr().out == (
+        "resumed in 12.5 s: process 2.5 s, first step 10.0 s; 140.0 s after the last record; 3 iterations to compute "
+        "again\n"
+    )
+    events.fail(8, OSError("no disk"))
+    start, end = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()][2:]
+    wanted = {
+        "event": "start", "iteration": 7, "at": 5102.5, "time": "1970-01-01 01:25:02 UTC", "lost_iterations": 3,
+        "lost_seconds": 45.0, "down_seconds": 30.0, "stage": 2, "seconds": {"process": 2.5}, "bytes_per_token": 3.5,
+        "given": ["architecture", "log_dir", "num_experts", "num_layers", "vocab_size"],
+    }  # fmt: skip
+    assert {key: start[key] for key in wanted} == wanted and start["layout"]["dp"] == 6
+    experts = 3 * 768 * config.model.expert_size  # elements of one
+    assert start["parameters"] - start["active_parameters"] == 2 * (3 - config.model.moe_router_topk) * experts > 0
+    assert (start["environment"]["hosts"], start["environment"]["ranks"]) == (["a", "b"], 6)
+    assert (end["event"], end["iteration"], end["at"], end["why"]) == ("end", 8, 5200.0, "OSError: no disk")
 
 
 def test_lines_that_a_resume_cuts_are_counted(tmp_path: Path) -> None:

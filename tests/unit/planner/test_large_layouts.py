@@ -3,6 +3,8 @@
 import functools
 import io
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from megazero.command.rehearsal.rehearsal_report import rehearsed_ranks
 from megazero.data.corpora import mock_datasets
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.program.operations import Backward, Forward, Recv
 from megazero.flags.cli import parse
 from megazero.flags.config import Config
 from megazero.flags.flag_names import with_values
@@ -20,7 +23,8 @@ from megazero.host import Available, Machine
 from megazero.observe.bubble import StageTimes, bubble
 from megazero.observe.events import software
 from megazero.observe.start_report import _memory, details, drawing
-from megazero.observe.stragglers import slow_ranks
+from megazero.observe.stragglers import report_slow, slow_ranks
+from megazero.observe.timeline import Interval
 from megazero.planner.bytes.capacity import check_memory, checkpoint_bytes, estimated, least
 from megazero.planner.bytes.estimate import KINDS, StageBytes, estimate, stage_bytes
 from megazero.planner.goodput import ways
@@ -329,6 +333,22 @@ def test_a_rank_is_slow_beside_those_of_its_stage(peers: int, wanted: list[tuple
     found = slow_ranks(seconds, peers)
     assert [rank for rank, _ in found] == [rank for rank, _ in wanted]
     assert [times for _, times in found] == pytest.approx([times for _, times in wanted])
+
+
+def test_slow_ranks_are_reported_with_their_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stages of three ranks compute 2, 5 and 2.5 s, and 8, 8.5 and 13.6 s; waits do not count."""
+    others = torch.tensor([2.0, 0.0, 2.5, 8.0, 8.5, 13.6], dtype=torch.float64)
+    host = SimpleNamespace(all_reduce_=lambda own, kind: own + others)
+    world = SimpleNamespace(size=6, hosts=["a", "b", "c", "d", "e", "f"])
+    mesh: Any = SimpleNamespace(rank=1, world=world, host=host, layout=Layout(pp=2, dp=3))
+    ops = (Forward("blocks.0", 0, True), 1, 4), (Recv("x", 0, 0), 4, 9), (Backward("blocks.0", 0), 9, 11)
+    own = [Interval(op, begin * 10**9, end * 10**9) for op, begin, end in ops]
+    assert report_slow(mesh, 31, own) == {
+        "compute_seconds": [2.0, 6.5, 13.6],
+        "slow_ranks": [{"rank": 1, "host": "b", "times": 2.0}, {"rank": 5, "host": "f", "times": 1.6}],
+    }
+    said = capsys.readouterr().out
+    assert said == "iteration 31: SLOW: rank 1 (b) 2.0 x, rank 5 (f) 1.6 x the median computing time of their stage\n"
 
 
 @for_each("flags", ["--zero-stage 0", "--zero-stage 1", "--zero-stage 3", "--zero-stage 2 --zero-shard-size 2"])
