@@ -8,15 +8,20 @@ import resource
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.step.results import StepResult
 from megazero.files import replace_file
 from megazero.flags.cli import parse
 from megazero.flags.cli import read as read_command
 from megazero.flags.config import Config, DataConfig, LogConfig, ModelConfig
 from megazero.flags.flag_names import to_toml
+from megazero.observe.fragmentation import Fragmentation
 from megazero.observe.loggers import (
     MetricsFile,
     TensorBoard,
@@ -30,6 +35,9 @@ from megazero.observe.loggers import (
 from megazero.observe.progress_line import ProgressLine, Record
 from megazero.observe.report.live import LiveReport
 from megazero.planner.trace.trace import model_flops
+from megazero.run import trainer
+from megazero.run.evaluation import Evaluation, Evaluator, evaluation_line
+from megazero.run.run_state import Progress
 from tests.helpers.table import for_each
 
 
@@ -292,6 +300,64 @@ def test_a_key_that_some_iterations_have_is_written_and_flattened(tmp_path: Path
     writer.write(record(2, fragmentation=found))
     writer.close()
     assert scalars(tmp_path / "events")["fragmentation/reserved"] == [(2, 30.0)]
+
+
+def test_a_record_has_each_number_under_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 samples of 5 tokens in 8 s on 6 ranks; experts in layers 1 and 3 of 4, two of three for each of 60 tokens."""
+    flags = "--architecture mixtral --num-layers 4 --moe-layer-freq DEDE --num-experts 3 --moe-router-topk 2 "
+    flags += "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --seq-length 5 --vocab-size 101 --log-interval 7 "
+    run: Any = object.__new__(trainer.Trainer)  # no model, no data
+    run.config, run.leads, run.peak_flops = parse(f"{flags} --train-iters 28".split()), True, 4e9
+    now = {"parameters": 11, "optimizer": 12, "gradients": 13, "nvme": 19, "host": 20, "logits": 21, "buffers": 22}
+    peak = {"activation_checkpoints": 14, "buffers": 15, "logits": 16, "host": 18, "parameters": 23, "nvme": 24}
+    run.mesh = SimpleNamespace(layout=Layout(dp=6), device=torch.device("cpu"))
+    tracker = SimpleNamespace(now=now, peak=peak, total_peak=17)
+    run.engine = SimpleNamespace(tracker=tracker, mesh=run.mesh)
+    run.profiler, run.sensors = SimpleNamespace(traces=True), SimpleNamespace(read=lambda: {"utilization": 97})
+    monkeypatch.setattr(trainer, "device_fragmentation", lambda device: Fragmentation(32, 31, 30))
+    run.datasets = SimpleNamespace(named=["a", "b", "c"], served=lambda consumed: {"a": consumed - 1})
+    routed = [9.0, 60.0, 51.0, 36.0, 6.0, 12.0, 3.0, 24.0, 48.0, 48.0, 48.0, 18.0, 24.0, 9.0]
+    result = StepResult(
+        loss=2.5, grad_norm=3.5, lr=4.5, loss_scale=8.0, skipped=False, skip_reason=None, gradient_bytes=25,
+        imbalance=1.25, loss_by_corpus=(1.5, None, 6.5), targets=30.0, routed=routed, mtp_losses=(7.5, 9.5),
+    )  # fmt: skip
+    run.progress = Progress(28, 672)
+    speed = model_flops(run.config.model, 24) / 6 / 8.0
+    assert run._record(result, 24, 8.0, {"dp": 41, "tp": 42}) == {
+        "iteration": 28, "consumed_samples": 672, "loss": 2.5, "grad_norm": 3.5, "lr": 4.5, "loss_scale": 8.0,
+        "skipped": False, "step_seconds": 8.0, "tokens_per_second": 15.0, "tflops_per_device": speed / 1e12,
+        "mfu": speed / 4e9, "traffic_bytes": {"dp": 41, "tp": 42}, "cp_imbalance": 1.25,
+        "memory_bytes": {
+            "parameters": 11, "optimizer": 12, "gradients": 25, "activation_checkpoints": 14, "buffers": 15,
+            "logits": 16, "peak": 17, "host": 18, "nvme": 19,
+        },
+        "mtp_losses": {"1": 7.5, "2": 9.5}, "moe_load": {"1": 1.5, "3": 1.2}, "moe_router_entropy": 0.7,
+        "moe_dropped": 0.1, "moe_aux_loss": 0.6, "moe_z_loss": 0.2,
+        "moe_choices": {"1": (9, 60, 51), "3": (24, 48, 48)},
+        "fragmentation": {"reserved": 32, "allocated": 31, "largest_free": 30}, "device": {"utilization": 97},
+        "loss_by_corpus": {"a": 1.5, "c": 6.5}, "samples_served": {"a": 671},
+    }  # fmt: skip
+    run.progress, run.leads = Progress(27, 648), False
+    less = {"moe_choices", "fragmentation", "device", "samples_served"}
+    assert not less & set(run._record(result, 24, 8.0, {}))
+
+
+def test_an_evaluation_has_each_number_under_its_key() -> None:
+    """Of 500 targets, in 4 s; on the console too."""
+    evaluator: Any = object.__new__(Evaluator)
+    evaluator.split = "test"
+    by_corpus = {"a": 1.5, "b": 3.25}
+    found = evaluator.record(Evaluation(1000.0, 500, by_corpus), 7, 56, 4.0)
+    assert found == {
+        "iteration": 7, "consumed_samples": 56, "eval_split": "test", "test_loss": 2.0, "perplexity": math.exp(2.0),
+        "targets": 500, "eval_seconds": 4.0, "tokens_per_second": 125.0, "loss_by_corpus": by_corpus,
+    }  # fmt: skip
+    assert evaluation_line(found | {"task_acc": {"t": 0.25}}).splitlines() == [
+        "iteration 7: test loss 2.0000 | perplexity 7.389 | 500 targets | 0:04 | 125 tokens/s",
+        "  1.5000  a",
+        "  3.2500  b",
+        "  t accuracy 0.250",
+    ]
 
 
 def test_model_flops_are_those_of_the_products() -> None:
