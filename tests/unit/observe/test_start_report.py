@@ -232,6 +232,48 @@ def test_the_drawing_says_which_ranks_hold_what(layout: Layout, wanted: list[str
         assert f"sharded over {layout.shard} data-parallel ranks" in found[0]
 
 
+@for_each(
+    ("flags", "world", "lines"),
+    [
+        (
+            "--zero-stage 2 --data-path c --reset-attention-mask --reset-position-ids --cp-exchange all-gather",
+            12,
+            (
+                "4 data-parallel x 3 context-parallel = 12 ranks; ZeRO stage 2: optimizer states and gradients sharded "
+                "over 12 data-parallel x context-parallel ranks",
+                "ranks {0 1 2} {3 4 5} {6 7 8} {9 10 11}: each a copy of the model",
+                "; of documents: cp_imbalance in metrics.jsonl; --cp-exchange all-gather",
+            ),
+        ),
+        (
+            "--tensor-model-parallel-size 2 --mock-data --zero-shard-size 3",
+            24,
+            (
+                "4 data-parallel x 3 context-parallel x 2 tensor-parallel = 24 ranks; ZeRO stage 1: optimizer states "
+                "sharded over 3 data-parallel x context-parallel ranks, 4 copies",
+                "ranks {[0-1] [2-3] [4-5]} {[6-7] [8-9] [10-11]} {[12-13] [14-15] [16-17]} {[18-19] [20-21] [22-23]}: "
+                "each [ ] one copy of the model",
+                "; --cp-exchange auto",
+            ),
+        ),
+    ],
+)
+def test_the_drawing_of_shared_samples_has_every_axis(flags: str, world: int, lines: tuple[str, str, str]) -> None:
+    """23 tokens on three ranks: of 23 x 24 / 2 = 276 pairs of tokens the busiest has 96, and the mean is 92."""
+    asked = "--num-layers 2 --vocab-size 99 --seq-length 23 --context-parallel-size 3 --global-batch-size 4"
+    *shown, tokens = drawing(*resolve(parse(f"{asked} --micro-batch-size 1 {flags}".split()), world, 0, declare))
+    assert shown == list(lines[:2])
+    words = "tokens: ranks in { } share each sample, 7 to 8 tokens each; work of attention even within 4.3%"
+    assert tokens == f"{words}{lines[2]}"
+
+
+def test_queued_gradients_are_a_warning_with_full_recompute_alone() -> None:
+    flags = "--num-layers 4 --hidden-size 24 --num-attention-heads 3 --seq-length 8 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"
+    for recompute in ("none", "full"):
+        text = " ".join(shown(f"{flags} --recompute {recompute} --micro-batch-size 1 --global-batch-size 8", 2))
+        assert ("queued" in text) == ("warning" in text) == (recompute == "full")
+
+
 def test_the_drawing_has_the_work_of_the_busiest_owner_of_matrices() -> None:
     """A block of GPT-2 has matrices of 4 h h and 8 h h elements, so two ranks are even with two blocks alone."""
     for layers, words in ((1, "the busiest has 1.33 times the mean work"), (2, "the busiest has 1.00 times")):
