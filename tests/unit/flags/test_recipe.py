@@ -12,8 +12,17 @@ import pretrain_gpt
 from megazero.command.follow_recipe import follow_recipe
 from megazero.flags.batch_ramp import BatchSizes, batch_sizes
 from megazero.flags.cli import Command, read
-from megazero.flags.flag_names import value_of
-from megazero.flags.recipe import power_lines_decay, step_law_batch, step_law_rate
+from megazero.flags.flag_names import value_of, with_values
+from megazero.flags.recipe import (
+    ModelSize,
+    RecipeValue,
+    power_lines_decay,
+    recipe,
+    recipe_words,
+    step_law_batch,
+    step_law_rate,
+    with_recipe,
+)
 from megazero.flags.validate import check_values
 from megazero.run.run_state import RunState
 from tests.helpers.programs import warm
@@ -124,6 +133,43 @@ def test_the_recipe_of_a_model() -> None:
     lines = command.notes[-1].splitlines()
     assert f"N = {BLOCKS:,} parameters of blocks" in lines[0] and "extrapolated" in lines[0]
     assert all("arXiv:" in line for line in lines[1:]) and len(lines) == 10
+
+
+def test_the_recipe_of_a_long_run() -> None:
+    """31,250 iterations of 4,000 x 32 tokens: a warmup of no tenth, and a last rate of no more than the peak."""
+    command = read(f"{MODEL} --recipe auto --train-tokens 4000000000 --global-batch-size 4000 --lr 5e-6".split())
+    config, size = command.config, ModelSize(200_000_000, 230_000_000)
+    kept = {"train-tokens", "global-batch-size", "lr"}
+    chosen = recipe(with_values(config, {"lr-decay-style": "wsd"}), kept | {"lr-decay-style"}, size)
+    found = {each.flag: each.value for each in chosen}
+    decay = power_lines_decay(200_000_000, 4_000_000_000, 128_000, 5e-6)
+    assert found == {
+        "global-batch-size": 4000, "train-iters": 31_250, "lr": 5e-6, "min-lr": 5e-6, "lr-warmup-iters": 2000,
+        "lr-decay-style": "wsd", "lr-wsd-decay-iters": 3125, "weight-decay": float(f"{decay:.3g}"), "adam-beta1": 0.9,
+        "adam-beta2": 0.95,
+    }  # fmt: skip
+    words = recipe_words(with_recipe(config, chosen), chosen, size).splitlines()
+    assert words[0] == "--recipe auto: N = 200,000,000 parameters of blocks, D = 4,000,000,000 tokens"
+    assert [line.split()[0] for line in words[1:]] == [f"--{flag}" for flag in found]
+    tokens = {each.flag: each.value for each in recipe(config, set(), size)}
+    assert tokens["train-iters"] * tokens["global-batch-size"] * 32 == pytest.approx(20 * 230_000_000, rel=1e-3)
+
+
+@for_each(
+    ("blocks", "tokens", "fitted"),
+    [
+        (60_000_000, 2_000_000_000, True),
+        (1_100_000_000, 100_000_000_000, True),
+        (59_000_000, 3_000_000_000, False),
+        (1_110_000_000, 3_000_000_000, False),
+        (70_000_000, 1_990_000_000, False),
+        (70_000_000, 101_000_000_000, False),
+    ],
+)
+def test_a_recipe_beyond_the_runs_of_its_laws_is_said(blocks: int, tokens: int, fitted: bool) -> None:
+    config = read(f"{MODEL} --global-batch-size 1000 --train-iters {tokens // 1000 // 32}".split()).config
+    words = recipe_words(config, [RecipeValue("lr", 1.0, "given", True)], ModelSize(blocks, 1))
+    assert ("extrapolated" in words) != fitted
 
 
 def test_it_keeps_the_flags_of_the_command_line_and_not_those_of_a_preset(tmp_path: Path) -> None:
