@@ -5,6 +5,7 @@ import math
 import os
 import random
 import resource
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from megazero.engine.step.results import StepResult
 from megazero.files import replace_file
 from megazero.flags.cli import parse
 from megazero.flags.cli import read as read_command
-from megazero.flags.config import Config, DataConfig, LogConfig, ModelConfig
+from megazero.flags.config import Config, DataConfig, EvaluationConfig, LogConfig, ModelConfig
 from megazero.flags.flag_names import to_toml
 from megazero.observe.fragmentation import Fragmentation
 from megazero.observe.loggers import (
@@ -438,6 +439,38 @@ def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
     resumed.write(record(3, loss=7.0))
     resumed.close()
     assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 7.0)]
+
+
+@for_each("evaluates", [False, True])
+def test_weights_and_biases_is_given_each_number_under_its_key(
+    evaluates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stand-in for its package."""
+    asked, given, logged = dict[str, Any](), dict[str, Any](), list[Record]()
+    run = SimpleNamespace(log=logged.append, define_metric=lambda *_, **__: None, offline=False)
+    run.config = SimpleNamespace(update=lambda values, **_: given.update(values))
+
+    def init(**options: Any) -> Any:
+        asked.update(options)
+        return run
+
+    table = SimpleNamespace(Table=lambda columns, data: (columns, data), Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, login=lambda prompt: True, **vars(table)))
+    log = LogConfig(log_dir=str(tmp_path / "a"), wandb_project="p", wandb_name="n")
+    config = replace(Config(), log=log, evaluation=EvaluationConfig(eval_only=evaluates))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "wandb-run-id").write_text("id\n")
+    writer = WeightsAndBiases(config, 3, {"parameters": 5})
+    assert [asked[key] for key in ("project", "name", "dir")] == ["p", "n", log.log_dir]
+    assert (asked["job_type"], asked["id"]) == (("evaluation", None) if evaluates else ("training", "id"))
+    assert given["parameters"] == 5 and given["log"]["wandb_name"] == "n"
+    writer.write(record(7))
+    writer.write(record(8, loss=9.5, samples=[{"prompt": "a", "text": "b"}, {"prompt": "c", "text": "d"}]))
+    shown = (["iteration", "prompt", "text"], [[8, "a", "b"], [8, "c", "d"]])
+    assert logged == [
+        flatten(record(7)) | {"iteration": 7},
+        flatten(record(8, loss=9.5)) | {"iteration": 8, "samples": shown},
+    ]
 
 
 @pytest.mark.second
