@@ -5,6 +5,7 @@ import subprocess
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from megazero import checkpoint
 from megazero.checkpoint import verify
 from megazero.checkpoint.shards import LocalShard
+from megazero.console import checkpoint_tool
 from megazero.flags.config import ModelConfig
 from megazero.run.run_state import RunState
 from megazero.units import size
@@ -106,6 +108,45 @@ def test_list_verify_and_show(tmp_path: Path) -> None:
             refused = script(action, folder)
             assert refused.returncode == 1 and "has a checkpoint of Megatron-LM" in refused.stderr, action
             assert not refused.stdout
+
+
+def test_what_is_made_of_checkpoints_is_reported_with_its_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By stand-ins for the writing: 2 layers, 24 hidden, 40 in MLPs, 50 tokens in a table that is the head too."""
+    model = ModelConfig(2, 24, 40, 3, 10, 50, architecture="llama")
+    state = RunState(1, 2, 3, None, asdict(model), {}, {"training": {"precision": "fp64"}})
+    monkeypatch.setattr(checkpoint_tool, "found_checkpoint", lambda path: path)
+    monkeypatch.setattr(RunState, "read", lambda path: state)
+    written = list[object]()
+    for name in ("merge.merge", "upcycle.upcycle", "huggingface.export.export", "huggingface.importing.import_model"):
+        monkeypatch.setattr(f"megazero.interop.{name}", lambda *given, **named: written.append((given, named)) or True)
+    reads = SimpleNamespace(model=model)
+    monkeypatch.setattr("megazero.interop.huggingface.configuration.read_config", lambda folder: reads)
+    a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
+    mlp = 3 * 24 * 40
+    parameters = 2 * (4 * 24 * 24 + mlp + 2 * 24) + 24 + 50 * 24
+
+    def said(*words: object) -> str:
+        assert checkpoint_tool.run_checkpoint_tool([*map(str, words)]) == 0
+        return capsys.readouterr().out
+
+    found = said("export", a, "--output", out, "--dtype", "bf16", "--tokenizer", "none", "--max-shard-size", "3")
+    assert found == f"wrote {out}: {size(2 * parameters)} of bf16 weights, of {a}\n"
+    assert written[-1][1]["shard_bytes"] == 3 * 2**30  # type: ignore[index]
+    found = said("import", a, "--output", out)
+    assert found.startswith(f"wrote {out}: {size(4 * parameters)} of fp32 weights, of {a}. To train on from there:\n")
+    assert found.endswith(f" --preset {out}/config.toml --load {out} --data-path PREFIX ...\n")
+    found = said("merge", out, a, b, "--weights", "0.25,0.75")
+    assert [line.split() for line in found.splitlines()[:3]] == [
+        ["weight", "checkpoint"],
+        ["0.25", str(a)],
+        ["0.75", str(b)],
+    ]
+    assert f"wrote {out}: {parameters:,} merged parameters." in found and f"--load {out} " in found
+    found = said("upcycle", "--load", a, "--save", out, "--num-experts", "5", "--moe-layer-freq", "ED")
+    parameters += 4 * mlp + 5 * 24  # in the first layer, with the router
+    assert found.startswith(f"wrote {out}: {parameters:,} parameters, {size(8 * parameters)}, of {a}. To train on")
 
 
 def test_help_keeps_its_lines() -> None:
