@@ -353,11 +353,17 @@ def test_an_evaluation_has_each_number_under_its_key() -> None:
         "iteration": 7, "consumed_samples": 56, "eval_split": "test", "test_loss": 2.0, "perplexity": math.exp(2.0),
         "targets": 500, "eval_seconds": 4.0, "tokens_per_second": 125.0, "loss_by_corpus": by_corpus,
     }  # fmt: skip
-    assert evaluation_line(found | {"task_acc": {"t": 0.25}}).splitlines() == [
+    tasks = {"task_acc": {"t": 0.25, "u": 0.75}, "task_acc_norm": {"t": 0.5}, "task_perplexity": {"u": 12.345}}
+    tasks |= {"task_bits_per_byte": {"t": 1.125}, "task_acc_stderr": {"u": 0.0625}}
+    assert evaluation_line(found | tasks).splitlines() == [
         "iteration 7: test loss 2.0000 | perplexity 7.389 | 500 targets | 0:04 | 125 tokens/s",
         "  1.5000  a",
         "  3.2500  b",
         "  t accuracy 0.250",
+        "  t accuracy by byte 0.500",
+        "  t bits per byte 1.1250",
+        "  u accuracy 0.750 ± 0.062",
+        "  u perplexity 12.35",
     ]
 
 

@@ -86,8 +86,9 @@ def test_a_terminal_gets_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) 
             progress.write(record(i))
         progress.close()
     said = read_terminal(ours)
-    assert re.search(r"iteration  4/10 \| loss 4\.5000", said) and re.search(r"4/10.*0:12 left", said)
-    assert "\x1b[" in said
+    assert re.search(r"iteration  4/10 \| loss 4\.5000", said)
+    assert re.search(r"[━╸╺] +4/10 \d:\d\d:\d\d 0:12 left", re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", said))
+    assert said.rfind("\x1b[?25h") > said.rfind("\x1b[?25l") >= 0  # the cursor is hidden, and shown again
 
 
 OTHERS = ("NVIDIA GH200 480GB", "NVIDIA GB10", "AMD Instinct MI300A", "AMD Instinct MI325X", "AMD Instinct MI350X", "")
