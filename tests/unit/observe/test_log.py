@@ -36,7 +36,7 @@ from megazero.observe.loggers import (
 from megazero.observe.progress_line import ProgressLine, Record
 from megazero.observe.report.live import LiveReport
 from megazero.planner.trace.trace import model_flops
-from megazero.run import trainer
+from megazero.run import evaluation, trainer
 from megazero.run.evaluation import Evaluation, Evaluator, evaluation_line
 from megazero.run.run_state import Progress
 from tests.helpers.table import for_each
@@ -365,6 +365,31 @@ def test_an_evaluation_has_each_number_under_its_key() -> None:
         "  u accuracy 0.750 ± 0.062",
         "  u perplexity 12.35",
     ]
+
+
+def test_a_long_evaluation_reports_its_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two corpora of 2 and 3 batches, and a third whose targets do not count; 35 s a batch, a line at most every 30."""
+    evaluator: Any = object.__new__(Evaluator)
+    results = iter([([12.0], [2]), ([9.0], [1]), ([10.0], [5]), ([6.0], [4]), ([2.0], [3]), ([0.0], [0])])
+    asked: list[int] = []
+    evaluator.engine = SimpleNamespace(evaluate_by_corpus=lambda batch: next(results))
+    batches = SimpleNamespace(batch=asked.append, close=lambda: None)
+    evaluator.parts = [("a", batches, 2), ("b", batches, 3), ("c", batches, 1)]
+    evaluator.named, evaluator.batch_size, evaluator.split = (), 8, "test"
+    clock = iter(range(1000, 3000, 35))
+    monkeypatch.setattr(evaluation, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert evaluator.run() == Evaluation(39.0, 15, {"a": 7.0, "b": 1.5})
+    assert asked == [0, 8, 0, 8, 16, 0]
+    losses = (6.0, 7.0, 31 / 8, 37 / 12, 39 / 15, 39 / 15)
+    assert capsys.readouterr().out.splitlines() == [
+        f"evaluated {n} of 6 global batches, loss {loss:.4f}, {(6 - n) * 35 // 60}:{(6 - n) * 35 % 60:02} left"
+        for n, loss in enumerate(losses, 1)
+    ]
+    stops = iter([None, None, "why"])
+    evaluator.engine = SimpleNamespace(evaluate_by_corpus=lambda batch: ([1.0], [1]))
+    assert evaluator.run(lambda: next(stops)).done == 2 / 6
 
 
 def test_model_flops_are_those_of_the_products() -> None:
