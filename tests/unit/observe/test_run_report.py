@@ -296,6 +296,75 @@ def test_which_numbers_stand_on_a_page(tmp_path: Path) -> None:
     assert "parameters 5.00 kB 1 bytes" in text and "ZeRO 2.00 kB 3.00 kB" in text and "loss 2.0000 -" in text
 
 
+# A key of metrics.jsonl -> words in the title of its chart, and the label of its line.
+DRAWN = {
+    "loss": ("Loss", "training"), "validation_loss": ("Loss", "validation"),
+    "validation_loss_ema": ("Loss", "validation, averaged weights"), "mtp_losses/x": ("further ahead", "x"),
+    "loss_by_corpus/x": ("Training loss by corpus", "x"), "validation_loss_by_corpus/x": ("Validation loss by", "x"),
+    "task_acc/x": ("Accuracy in tasks", "x"), "task_acc_norm/x": ("options by their nats per byte", "x"),
+    "task_perplexity/x": ("Perplexity", "x"), "task_bits_per_byte/x": ("Bits per byte", "x"),
+    "grad_norm": ("Gradient norm", ""), "layer_update_ratio/x": ("Update over weight", ""),
+    "layer_max_activation/x": ("Largest activation", ""), "layer_max_logit/x": ("Largest attention logit", ""),
+    "lr": ("Learning rate", ""), "tokens_per_second": ("Throughput", ""), "memory_bytes/peak": ("Peak memory", ""),
+    "device/utilization": ("percent", ""), "device/temperature": ("Celsius", ""), "moe_load/x": ("busiest expert", ""),
+    "moe_router_entropy": ("Entropy", ""), "moe_dropped": ("drop", ""), "moe_aux_loss": ("Balance", "auxiliary loss"),
+    "moe_z_loss": ("Balance", "z-loss"), "loss_scale": ("Loss scale", ""),
+}  # fmt: skip
+
+
+def test_every_chart_has_the_values_of_its_own_key() -> None:
+    """Of 2 iterations; no two values are equal, and the second differs from the first."""
+    records: list[dict[str, Any]] = [{"iteration": i, "step_seconds": 1.0} for i in (1, 2)]
+    for number, key in enumerate(DRAWN, 1):
+        outer, _, inner = key.partition("/")
+        for i, each in enumerate(records):
+            value = 10.0 * number + i
+            each.setdefault(outer, {}).update({inner: value}) if inner else each.update({outer: value})
+    data = chart_data([Run("a", tuple(records))], ["a"])
+    drawn = {(each["title"], line["label"]): line["y"] for each in data["charts"] for line in each["series"]}
+    assert len(drawn) == len(DRAWN)
+    for number, (words, label) in enumerate(DRAWN.values(), 1):
+        ((title, _),) = (each for each, values in drawn.items() if values == [10 * number, 10 * number + 1])
+        assert words in title and drawn[title, label][0] == 10 * number, (title, label)
+    assert {each["title"] for each in data["charts"] if each["loss"]} == {
+        *("Loss", "Loss of modules that predict further ahead", "Training loss by corpus", "Validation loss by corpus"),
+    }
+
+
+def test_every_bar_has_the_amount_of_its_own_key(tmp_path: Path) -> None:
+    """In the page of a run, and next to another in a comparison, which has the double."""
+    memory = {"parameters": "parameters", "optimizer": "optimizer", "gradients": "gradients", "buffers": "buffers",
+              "activation_checkpoints": "inputs kept", "logits": "logits", "peak": "peak", "host": "host memory",
+              "nvme": "files"}  # fmt: skip
+    traffic = {"dp": "ZeRO", "cp": "context", "ep": "expert", "tp": "tensor", "pp": "pipeline", "control": "norms",
+               "pcie": "copies", "nvme": "files"}  # fmt: skip
+    kinds = {"memory_bytes": memory, "traffic_bytes": traffic}
+    sizes = {kind: {key: 100 + 10 * n for n, key in enumerate(words)} for kind, words in kinds.items()}
+    for factor, name in enumerate(("one", "two"), 1):
+        amounts = {kind: {key: factor * n for key, n in values.items()} for kind, values in sizes.items()}
+        write_run(
+            tmp_path / name,
+            [record(1, **{kind: dict.fromkeys(v, 7) for kind, v in sizes.items()}), record(2, **amounts)],
+        )
+    _, shown = report_of(tmp_path / "one")
+    both = Page(comparison([tmp_path / "one", tmp_path / "two"])).text
+    for kind, words in kinds.items():
+        for key, word in words.items():
+            n = sizes[kind][key]
+            assert re.search(rf"{word}[^\d]* {n} bytes", shown.text), (kind, key)
+            assert re.search(rf"{word}[^\d]* {n} bytes {2 * n} bytes", both), (kind, key)
+    bars = pages._bars({"a": 30, "b": 0, "peak": 120}, pages.MEMORY)
+    assert [(share, amount) for _, share, amount in bars] == [(0.25, "30 bytes"), (1.0, "120 bytes")]
+    assert pages._shares({"x": 30.0, "y": 0.0, "z": 90.0}) == [("x", 1 / 3, "0:30, 25.0%"), ("z", 1.0, "1:30, 75.0%")]
+
+
+def test_a_page_of_a_part_of_its_lines_says_which_part(tmp_path: Path) -> None:
+    run = Run("b", (record(1), record(2)), stride=3, faults=("one", "two"))
+    text = Page(pages.page(run)).text
+    assert "One of 3 iterations of b was read." in text and "b has 2 lines that no run wrote" in text
+    assert "such as: one" in text and "metrics.jsonl has 2 iterations." in text
+
+
 # A key, in a record or in the last start, and its value, by which a page once ended in a traceback.
 FORGED: list[tuple[str, Any]] = [
     ("iteration", 10**400), ("iteration", "x"), ("loss", "x"), ("loss", 10**400), ("step_seconds", "x"),
