@@ -21,7 +21,9 @@ from megazero.flags.cli import parse
 from megazero.flags.config import Config
 from megazero.flags.resolve import resolve
 from megazero.host import Available, Machine, host_memory
+from megazero.planner.bytes import capacity
 from megazero.planner.bytes.capacity import (
+    Needs,
     check_memory,
     checkpoint_bytes,
     estimated,
@@ -341,3 +343,56 @@ except SystemExit as stop:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "1 ['tyro']\n", done.stderr
     assert done.stderr.startswith("error: --plan needs --device-type NAME, such as h100-80gb; ")
+
+
+# Of stage 0 and of stage 1: at least, and at the peak of a step, in MB.
+LEAST = {0: (11, 0, 0), 1: (13, 0, 0)}
+ESTIMATED = {0: (250, 31, 41), 1: (510, 37, 43)}
+MODEL = "--num-layers 2 --ffn-hidden-size 56 --vocab-size 64 --hidden-size 24"
+ACTIVE = "--micro-batch-size 3 --seq-length 9"
+
+
+@for_each(
+    ("rank", "largest", "device", "host", "files", "message"),
+    [
+        (3, "parameters", 12, 900, 900, f"{MODEL}: a rank needs at least 13.0 MB (parameters 12.0 MB, buffers 1.00 "
+         "MB), and 12.0 MB free are available to it; way"),
+        (3, "activations", 509, 900, 900, f"{ACTIVE} --hidden-size 24: a rank needs at least 510 MB (activations 509 "
+         "MB, buffers 1.00 MB), and 509 MB free are available to it; way"),
+        (3, "logits", 509, 900, 900, f"{ACTIVE} --vocab-size 64 --hidden-size 24: a rank needs at least 510 MB "
+         "(logits 509 MB, buffers 1.00 MB), and 509 MB free are available to it; way"),
+        (0, "logits", 999, 900, 126, "--optimizer-nvme-offload: the ranks of this node need 127 MB for optimizer "
+         "states, and 126 MB of disk; free some space there, name another folder, or use more nodes"),
+        (0, "buffers", 999, 104, 127, f"{ACTIVE} --hidden-size 24: a rank needs 31.0 MB of host memory, the 3 ranks of "
+         "this node 105 MB, and 104 MB of host memory are available; way"),
+        (0, "buffers", 0, 1269, 127, f"{ACTIVE} --hidden-size 24: a rank needs at least 250 MB (buffers 250 MB), the 3 "
+         "ranks of this node 1.38 GB, and 1.27 GB of host memory are available; way"),
+        (0, "buffers", 999, 105, 127, ""),
+    ],
+)  # fmt: skip
+def test_a_refusal_has_each_number_in_its_place(
+    rank: int, largest: str, device: int, host: int, files: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 1 to 3 of two stages of two are on a node: one of the first stage, and two of the second."""
+
+    def needs(amounts: tuple[int, int, int]) -> Needs:
+        whole, in_host, in_files = (10**6 * each for each in amounts)
+        kinds = {largest: whole - 10**6} if largest != "buffers" else {}
+        return Needs(kinds | {"buffers": whole - sum(kinds.values())}, in_host, in_files)
+
+    monkeypatch.setattr(capacity, "least", lambda config, layout, stage: needs(LEAST[stage]))
+    monkeypatch.setattr(capacity, "estimated", lambda config, layout, stage, kind: needs(ESTIMATED[stage]))
+    monkeypatch.setattr(capacity, "_way_out", lambda *_: "way")
+    flags = f"{MODEL} {ACTIVE} --num-attention-heads 3 --pipeline-model-parallel-size 2 --global-batch-size 6"
+    config, layout = resolve(parse(flags.split()), 4, 0, declare)
+    kind = "cuda" if device else "cpu"
+    found = Machine(
+        range(1, 4), kind, Available(device * 10**6, "free") if device else None,
+        Available(host * 10**6, "of host memory"), files=Available(files * 10**6, "of disk"),
+    )  # fmt: skip
+    said = ""
+    try:
+        check_memory(config, layout, rank, found)
+    except ValueError as error:
+        said = str(error)
+    assert said == message
