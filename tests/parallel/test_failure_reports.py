@@ -139,6 +139,16 @@ def test_a_memory_report_has_each_number_under_its_heading(monkeypatch: pytest.M
     assert asked == [(3, False), (5, False)]
 
 
+def test_memory_in_use_is_the_peak_and_the_devices_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda _: SimpleNamespace(ru_maxrss=3000))
+    monkeypatch.setattr(memory_report, "resource", usage)
+    monkeypatch.setattr(memory_report, "sys", SimpleNamespace(platform="linux"))
+    assert memory_report.device_in_use(torch.device("cpu")) == (3000 * 1024, 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=9))
+    assert memory_report.device_in_use(torch.device("cuda")) == (7, 9)
+
+
 def test_an_evaluation_is_reported_without_a_prediction() -> None:
     case = Case(micro_batches=2)
     engine = new_engine(0, case)
