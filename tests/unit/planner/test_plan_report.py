@@ -11,6 +11,7 @@ from rich.console import Console
 
 from megazero.engine.model.stage import declare
 from megazero.flags.cli import parse
+from megazero.flags.config import Config
 from megazero.flags.flag_names import with_values
 from megazero.flags.resolve import resolve
 from megazero.planner import run_plan
@@ -24,6 +25,7 @@ from megazero.planner.search.search_report import COLUMNS, _row
 from megazero.planner.time.devices import load_device
 from megazero.planner.time.step_time import PARTS, Parts, StepTime
 from megazero.planner.trace.trace import model_flops
+from megazero.units import count
 from tests.helpers.table import for_each
 
 GB = 10**9
@@ -50,6 +52,13 @@ def plan_of(flags: str = FLAGS, world: int = 120) -> Plan:
     seconds = {part: 1.0 + n * (n + 1) / 4 for n, part in enumerate(PARTS)}
     parts = Parts(sum(seconds.values()), seconds, (1.0, 2.0, 3.0), 2)
     return Plan(config, layout, load_device("h100-80gb"), stages, StepTime(parts, 97.0, 173.0))
+
+
+def parameters(config: Config) -> tuple[int, int]:
+    """Return the number of all parameters of the model of `FLAGS`, by hand, and of those that a token passes."""
+    h, f, v, experts, active = 32, config.model.ffn_hidden_size, config.model.vocab_size, 10, 2
+    rest = 2 * v * h + h + 6 * (4 * h * h + 2 * h + experts * h)
+    return rest + 6 * experts * 3 * h * f, rest + 6 * active * 3 * h * f
 
 
 def tables(text: str) -> list[dict[str, dict[str, str]]]:
@@ -106,6 +115,10 @@ def test_a_table_has_each_number_under_its_heading() -> None:
     )
     assert all(word in name for word, name in zip(words, seconds, strict=True))
     assert "seconds of a step on stage 2, the busiest" in text
+    assert text.startswith("0.00 B parameters on 120 x h100-80gb: ")
+    whole, active = parameters(plan.config)
+    experts = f"experts: 10 in each of 6 layers, 2 active per token: {count(whole)} parameters, {count(active)} active"
+    assert f"{experts} per token\n" in text
     assert "120 x h100-80gb: pp 3 (2 virtual stages each) x dp 5 x cp 2 x tp 4, ep 5 x etp 2, " in text
     assert ", 6 micro-batches of 7\n" in text
 
@@ -117,9 +130,7 @@ def test_plan_json_has_the_numbers_of_the_tables() -> None:
         "pp": 3, "dp": 5, "cp": 2, "tp": 4, "ep": 5, "etp": 2, "shard": 10, "chunks": 2,
     }  # fmt: skip
     assert (found["world_size"], found["device_type"], found["fits"]) == (120, "h100-80gb", True)
-    h, f, v, e = 32, config.model.ffn_hidden_size, config.model.vocab_size, 10
-    rest = 2 * v * h + h + 6 * (4 * h * h + 2 * h + e * h)
-    assert found["parameters"] == rest + 6 * e * 3 * h * f and found["active_parameters"] == rest + 6 * 2 * 3 * h * f
+    assert (found["parameters"], found["active_parameters"]) == parameters(config)
     assert found["device_bytes"] == 85 * GB and found["reserved_bytes"] == plan.device.reserved_bytes(layout) != 0
     assert [stage["layers"] for stage in found["stages"]] == [[0, 3], [1, 4], [2, 5]]
     for number, (shown, stage) in enumerate(zip(found["stages"], plan.stages, strict=True)):
