@@ -20,7 +20,7 @@ from megazero.planner.bytes.estimate import KINDS, StageBytes
 from megazero.planner.expected import Reached
 from megazero.planner.goodput import ways
 from megazero.planner.plan_report import show, summary
-from megazero.planner.run_plan import Plan, as_json
+from megazero.planner.run_plan import Plan, advice, as_json
 from megazero.planner.search.search_report import COLUMNS, _row
 from megazero.planner.time.devices import load_device
 from megazero.planner.time.step_time import PARTS, Parts, StepTime
@@ -216,6 +216,26 @@ def test_a_run_lasts_as_long_as_its_steps_at_the_speed_of_published_runs(
     speed, words = printed(plan).splitlines()[1:3]
     assert speed.startswith("expected: 28 tokens/s per device (22 to 34), MFU ")
     assert words.startswith("7 published runs without experts reached 64% to 96% of their planned speed, 80% in the")
+
+
+def test_limits_have_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 200 s, 70 s are messages, and 40 s recompute; with less of it, the fullest stage holds 23 or 99 GB."""
+    flags = FLAGS.replace("--recompute selective", "--recompute full").replace("bf16", "fp32")
+    plan, seconds = plan_of(flags), dict.fromkeys(PARTS, 0.0) | {"compute": 90.0, "recompute": 40.0, "pp": 70.0}
+    parts = plan.time.expected._replace(seconds=200.0, parts=seconds)
+    plan = plan._replace(time=plan.time._replace(expected=parts), device=load_device("a100-80gb"))
+    held = {"none": 99 * GB, "selective": 23 * GB}
+    monkeypatch.setattr(run_plan, "_peak", lambda plan, config: held[config.activations.recompute])
+    slow, room = advice(plan)
+    assert slow.startswith("pp takes 35% of a step; to shorten it: a smaller --pipeline-model-parallel-size; fewer --v")
+    assert room == "--recompute selective fits too (23.0 GB per device), and saves up to 40.00 s a step"
+    stages = [stage._replace(peak=stage.peak + 70 * GB) for stage in plan.stages]
+    full = plan._replace(stages=stages)
+    monkeypatch.setattr(run_plan, "_what_fits", lambda plan: "a way out")
+    lacks = stages[1].peak - 85 * GB + plan.device.reserved_bytes(plan.layout)
+    assert list(advice(full)) == [f"out of memory: a device of stage 1 lacks {lacks / GB:.1f} GB; a way out"]
+    assert lacks > 0 and full.free == -lacks and not as_json(full)["fits"] and as_json(full)["expected"] is None
+    assert "DOES NOT FIT" in printed(full) and "seconds of a step" not in printed(full)
 
 
 def test_the_row_of_a_search_has_each_number_under_its_heading() -> None:
