@@ -98,13 +98,14 @@ class Reporter:
     def __init__(self, bar: "Progress", task: object, total: int) -> None:
         self._bar, self._task, self._total = bar, task, total
         self._start = self._logged = time.monotonic()
-        self._text = self._disk = self._tokens = 0
+        self._text = self._disk = self._read = self._tokens = 0
 
     def advance(self, text_bytes: int, disk_bytes: int, tokens: int = 0, *, counts: bool = True) -> None:
         """Add progress. If `counts` is False, an earlier run made it, and it does not enter the rate."""
         self._disk += disk_bytes
         if counts:
             self._text, self._tokens = self._text + text_bytes, self._tokens + tokens
+            self._read += disk_bytes
         now = time.monotonic()
         passed = max(now - self._start, 1e-9)
         rate = f"{self._text / 1e6:,.0f} MB, {self._text / 1e6 / passed:.1f} MB/s"
@@ -114,8 +115,8 @@ class Reporter:
         if self._bar.disable and now - self._logged > LOG_SECONDS:
             share = f"{self._disk / self._total:.0%}, " if self._total else ""
             left = ""
-            if self._total and self._text:
-                seconds = passed * max(0, self._total - self._disk) / max(1, self._disk)
+            if self._total and self._read:
+                seconds = passed * max(0, self._total - self._disk) / self._read
                 left = f", about {seconds / 60:,.0f} min left"
             print(f"{share}{rate}{left}", file=sys.stderr, flush=True)
             self._logged = now

@@ -11,10 +11,12 @@ import threading
 import zlib
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from data_tools import encoding, merge_datasets, preprocess_data, preprocess_options, reading, train_tokenizer
+from data_tools import encoding, merge_datasets, preprocess_data, preprocess_options, reading, tool, train_tokenizer
 from data_tools.selection import select
 from data_tools.sources import find_sources
 from megazero.data.indexed import IndexedDataset
@@ -416,6 +418,28 @@ def test_trained_tokenizer_is_deterministic_and_checked(tmp_path: Path, capsys) 
     assert all((tmp_path / "a" / n).read_bytes() == (tmp_path / "b" / n).read_bytes() for n in names)
     with pytest.raises(ValueError, match=r"--vocab-size 256: .*give 257 or more"):
         train_tokenizer.main(["--input", str(path), "--output", "x", "--vocab-size", "256"])
+
+
+def test_progress_has_the_rates_of_this_process_and_the_time_left_at_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """500 of 1,000 MB on disk are an earlier process's. 100 MB, of 240 MB of text, took 600 s, so 400 MB take 2,400."""
+    now, shown = [0.0], list[dict[str, Any]]()
+    monkeypatch.setattr(tool, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    bar: Any = SimpleNamespace(disable=True, update=lambda task, **values: shown.append(values))
+    reporter = tool.Reporter(bar, None, 1000 * 10**6)
+    reporter.advance(900 * 10**6, 500 * 10**6, 77, counts=False)
+    now[0] = 600.0
+    reporter.advance(240 * 10**6, 100 * 10**6, 30_000_000)
+    assert capsys.readouterr().err == "60%, 240 MB, 0.4 MB/s, 50,000 tokens/s, about 40 min left\n"
+    assert shown[-1] == {"completed": 600 * 10**6, "rate": "240 MB, 0.4 MB/s, 50,000 tokens/s"}
+    now[0] = 610.0
+    reporter.advance(0, 0)
+    assert capsys.readouterr().err == ""  # the last line is not old
+    unknown = tool.Reporter(bar, None, 0)
+    now[0] = 1210.0
+    unknown.advance(120 * 10**6, 60 * 10**6)
+    assert capsys.readouterr().err == "120 MB, 0.2 MB/s\n"
 
 
 def next_command(said: str) -> list[str]:
