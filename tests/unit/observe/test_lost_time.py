@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,7 +190,11 @@ def test_a_resume_is_recorded_and_reported_with_its_own_numbers(
     assert {key: start[key] for key in wanted} == wanted and start["layout"]["dp"] == 6
     experts = 3 * 768 * config.model.expert_size  # elements of one
     assert start["parameters"] - start["active_parameters"] == 2 * (3 - config.model.moe_router_topk) * experts > 0
-    assert (start["environment"]["hosts"], start["environment"]["ranks"]) == (["a", "b"], 6)
+    shown = start["environment"]
+    assert (shown["hosts"], shown["ranks"], shown["torch"]) == (["a", "b"], 6, torch.__version__)
+    assert (
+        shown["python"] == platform.python_version() and "cuda" not in shown and f"{os.cpu_count()} cores" in str(shown)
+    )
     assert (end["event"], end["iteration"], end["at"], end["why"]) == ("end", 8, 5200.0, "OSError: no disk")
 
 
