@@ -10,6 +10,7 @@ import pytest
 
 from megazero.called_as import SUBCOMMANDS, in_own_words, program_name
 from megazero.console.commands import COMMANDS, run_command
+from megazero.console.program_tool import program_lines
 from megazero.log import log
 from megazero.verify.compare import Row
 from megazero.verify.verification import Proof, Verification
@@ -135,6 +136,20 @@ def test_text_that_a_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "s\\xfbr" in done.stdout and "o\\xf9?" in done.stdout, done
+
+
+def test_a_program_is_that_of_the_rank_named() -> None:
+    """Of two stages of three ranks, with two micro-batches each: 12 samples."""
+    flags = "--num-layers 4 --vocab-size 99 --pipeline-model-parallel-size 2"
+    flags += " --global-batch-size 12 --micro-batch-size 2"
+    first, third, fourth, last = (program_lines(flags.split(), 6, rank) for rank in (0, 2, 3, 5))
+    assert first == third != fourth == last
+    for block, lines in enumerate((first, first, fourth, fourth)):
+        forwards = [line for line in (*first, *fourth) if line.startswith(f"Forward blocks.{block} ")]
+        assert forwards == [f"Forward blocks.{block} mb {mb}" for mb in (0, 1)] and {*forwards} < {*lines}
+    for rank in (-1, 6):
+        with pytest.raises(ValueError, match=rf"^--rank {rank}: there are ranks 0 to 5; name one, or raise --world"):
+            program_lines(flags.split(), 6, rank)
 
 
 @for_each(("passed", "code"), [(True, 0), (False, 1)])
