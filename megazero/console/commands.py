@@ -23,7 +23,8 @@ def _train(words: Words) -> None:
 
 
 def _plan(words: Words) -> None:
-    _train(words if "--plan-search" in words else ["--plan", *words])
+    searches = "--plan-search" in (word.replace("_", "-") for word in words)
+    _train(words if searches else ["--plan", *words])
 
 
 def _launch(words: Words) -> int:

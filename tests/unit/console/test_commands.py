@@ -138,6 +138,14 @@ def test_text_that_a_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
     assert done.returncode == 0 and "s\\xfbr" in done.stdout and "o\\xf9?" in done.stdout, done
 
 
+@for_each("words", ["--lr 1", "--lr 1 --plan-search", "--plan_search --lr 1"])
+def test_plan_is_the_flag_unless_a_search_is_asked_for(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[list[str]]()
+    monkeypatch.setattr("megazero.command.pretrain.pretrain", asked.append)
+    assert run_command(["plan", *words.split()]) == 0
+    assert asked == [words.split() if "search" in words else ["--plan", *words.split()]]
+
+
 def test_a_program_is_that_of_the_rank_named() -> None:
     """Of two stages of three ranks, with two micro-batches each: 12 samples."""
     flags = "--num-layers 4 --vocab-size 99 --pipeline-model-parallel-size 2"
