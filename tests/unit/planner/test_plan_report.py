@@ -219,14 +219,21 @@ def test_a_run_lasts_as_long_as_its_steps_at_the_speed_of_published_runs(
 
 
 def test_limits_have_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 200 s, 70 s are messages, and 40 s recompute; with less of it, the fullest stage holds 23 or 99 GB."""
+    """Of 200 s, 70 s are messages, and 40 s recompute; with less of it, the fullest stage holds 23 or 99 GB.
+
+    A part of less than 5e-5 of a step is in no table.
+    """
     flags = FLAGS.replace("--recompute selective", "--recompute full").replace("bf16", "fp32")
-    plan, seconds = plan_of(flags), dict.fromkeys(PARTS, 0.0) | {"compute": 90.0, "recompute": 40.0, "pp": 70.0}
+    plan, seconds = (
+        plan_of(flags),
+        dict.fromkeys(PARTS, 0.0) | {"compute": 90.0, "recompute": 40.0, "pp": 70.0, "tp": 0.009},
+    )
     parts = plan.time.expected._replace(seconds=200.0, parts=seconds)
     plan = plan._replace(time=plan.time._replace(expected=parts), device=load_device("a100-80gb"))
     held = {"none": 99 * GB, "selective": 23 * GB}
     monkeypatch.setattr(run_plan, "_peak", lambda plan, config: held[config.activations.recompute])
     slow, room = advice(plan)
+    assert [row["seconds"] for row in tables(printed(plan))[2].values()] == ["90", "40", "70", "200"]
     assert slow.startswith("pp takes 35% of a step; to shorten it: a smaller --pipeline-model-parallel-size; fewer --v")
     assert room == "--recompute selective fits too (23.0 GB per device), and saves up to 40.00 s a step"
     stages = [stage._replace(peak=stage.peak + 70 * GB) for stage in plan.stages]
