@@ -37,8 +37,9 @@ from megazero.observe.progress_line import ProgressLine, Record
 from megazero.observe.report.live import LiveReport
 from megazero.planner.trace.trace import model_flops
 from megazero.run import evaluation, trainer
-from megazero.run.evaluation import Evaluation, Evaluator, evaluation_line
+from megazero.run.evaluation import Evaluation, Evaluator, Stopped, evaluation_line
 from megazero.run.run_state import Progress
+from megazero.run.stopping import Wish
 from tests.helpers.table import for_each
 
 
@@ -390,6 +391,9 @@ def test_a_long_evaluation_reports_its_progress(
     stops = iter([None, None, "why"])
     evaluator.engine = SimpleNamespace(evaluate_by_corpus=lambda batch: ([1.0], [1]))
     assert evaluator.run(lambda: next(stops)).done == 2 / 6
+    assert (
+        str(Stopped(Wish.STOP_FILE, 2 / 6)) == f"stopped by {Wish.STOP_FILE.why} after 33% of the evaluation: no result"
+    )
 
 
 def test_model_flops_are_those_of_the_products() -> None:
