@@ -144,6 +144,8 @@ def test_memory_in_use_is_the_peak_and_the_devices_size(monkeypatch: pytest.Monk
     monkeypatch.setattr(memory_report, "resource", usage)
     monkeypatch.setattr(memory_report, "sys", SimpleNamespace(platform="linux"))
     assert memory_report.device_in_use(torch.device("cpu")) == (3000 * 1024, 0)
+    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"))
+    assert memory_report._allocated(on_cpu) == "the process has had at most 2.9 MiB resident"
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=9))
     assert memory_report.device_in_use(torch.device("cuda")) == (7, 9)

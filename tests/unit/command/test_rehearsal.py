@@ -77,8 +77,8 @@ def test_rehearsal_json_has_the_numbers_of_the_ranks_named(
         )  # fmt: skip
 
     monkeypatch.setattr(rehearsal_report, "rehearse_rank", made)
-    flags = "--context-parallel-size 3 --pipeline-model-parallel-size 2 --cp-exchange ring --zero-stage 1 --precision bf16"
-    flags += f" --seq-length 18 --rehearse 36:17,30 --rehearse-on gpu --log-dir {tmp_path}"
+    flags = "--context-parallel-size 3 --pipeline-model-parallel-size 2 --cp-exchange ring --zero-stage 1"
+    flags += f" --precision bf16 --seq-length 18 --rehearse 36:17,30 --rehearse-on gpu --log-dir {tmp_path}"
     assert [each.rank for each in run_rehearsal(parse([*SMALL, *flags.split()]), SINGLE, 0)] == [17, 30]
     said = capsys.readouterr().out
     assert "rehearsing 36 ranks, pp 2 x dp 3 x cp 3 x tp 2, --cp-exchange ring, ZeRO stage 1, with stand-ins" in said
