@@ -265,6 +265,9 @@ def test_layouts_whose_order_is_known(
     assert simulated == pytest.approx(ratio, rel=0.08)
 
 
+EVERY, EACH = f"{SHORT} --num-layers 12 --num-attention-heads 12 --hidden-size 768", {"tp": 2, "cp": 3}
+
+
 def ratios(config: Config, world: int, device: Device, both: Sequence[Candidate]) -> tuple[float, float]:
     """Return the seconds of the first layout over those of the second, by the formulas and by the simulation."""
     terms = ClosedTerms(config, world, device)
@@ -280,6 +283,14 @@ def ratios(config: Config, world: int, device: Device, both: Sequence[Candidate]
         (f"{LONG.replace('8192', '2048')} --vocab-size 500000", 2, H100, {"cp": 2}, {}),
         # a stage rebuilds the inputs of its own blocks
         (f"{SHORT} --num-layers 8", 8, slow_network(), {"partition": True}, {}),
+        # every axis, and no two equal: stages share blocks, weights and messages, and keep their own gradients
+        *(
+            (EVERY, 120, slow_network(), EACH | {"pp": 4}, other)
+            for other in (EACH | {"pp": 2}, EACH | {"tp": 4, "pp": 2})
+        ),
+        (EVERY, 120, slow_network(), EACH | {"pp": 4, "schedule": "interleaved", "chunks": 3}, EACH | {"pp": 4}),
+        (EVERY, 30, slow_network(), EACH | {"zero_stage": 2, "shard": 5}, {"tp": 3, "cp": 2, "zero_stage": 2}),
+        (EVERY, 30, slow_network(), EACH | {"zero_stage": 1}, EACH | {"zero_stage": 3, "shard": 3}),
         # experts are reduced over ranks of their own: with ep 2, over half as many as other weights
         *(
             (
@@ -299,6 +310,6 @@ def test_formulas_follow_the_simulation(
     plain = Candidate(1, 1, 1, "1f1b", 1, 0, 0, "none", False, False, 1)
     if "partition" in one:
         plain = plain._replace(tp=2, pp=4, recompute="full")
-    config = parse(f"{flags} --grad-dtype fp32 --global-batch-size 32".split())
+    config = parse(f"{flags} --grad-dtype fp32 --global-batch-size {40 if flags is EVERY else 32}".split())
     ranked, simulated = ratios(config, world, device, (plain._replace(**one), plain._replace(**other)))
     assert ranked == pytest.approx(simulated, rel=0.03)
