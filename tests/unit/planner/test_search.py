@@ -161,33 +161,37 @@ def test_a_search_leaves_out_no_layout_that_fits() -> None:
 
 
 @for_each(
-    "schedule, length, batches",
+    "schedule, length, pp, batches",
     [
-        ("1f1b", 64, (1, 2, 3)),
-        ("1f1b", 2048, (1, 2)),
-        ("gpipe", 64, (1, 3)),
-        ("zero-bubble-v", 64, (3,)),
-        ("interleaved", 64, (5,)),
+        ("1f1b", 64, 2, (1, 2, 3)),
+        ("1f1b", 2048, 2, (1, 2)),
+        ("gpipe", 64, 2, (1, 3)),
+        ("zero-bubble-v", 64, 2, (3,)),
+        ("interleaved", 64, 2, (5,)),
+        ("1f1b", 64, 4, (4, 5)),
+        ("zero-bubble-v", 64, 4, (12,)),
+        ("interleaved", 64, 4, (6, 12)),
     ],
 )
 def test_the_bound_of_memory_is_one_at_the_borders_of_a_schedule(
-    schedule: str, length: int, batches: tuple[int, ...]
+    schedule: str, length: int, pp: int, batches: tuple[int, ...]
 ) -> None:
     """Batches are fewer than stages, as many, or the fewest whose gradients add up while activations are held.
 
     Weights are so large that gradients which are not held yet exceed the estimate; and of long samples, so does a
-    micro-batch more.
+    micro-batch more. Four stages have two tensor-parallel ranks each.
     """
-    line = f"--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length {length} --vocab-size 64"
+    line = f"--num-layers {2 * pp} --hidden-size 256 --num-attention-heads 4 --seq-length {length} --vocab-size 64"
     chunks = 1 if schedule in ("1f1b", "gpipe") else 2
-    c = Candidate(1, 1, 2, schedule, chunks, 0, 0, "none", False, False, 1)
+    tp = pp // 2
+    c = Candidate(tp, 1, pp, schedule, chunks, 0, 0, "none", False, False, 1)
     config = parse(f"{line} --precision bf16 --global-batch-size 1".split())
-    terms = ClosedTerms(config, 2, H100)
+    terms = ClosedTerms(config, pp * tp, H100)
     for count in batches:
         terms.config = with_values(config, {"global-batch-size": count})  # of which no cached value depends
-        changed, layout = resolve(c.apply(terms.config), 2, 0, declare)
-        peak = max(stage_bytes(changed, layout, stage, "cuda").peak for stage in range(2))
-        assert 0.9 * peak < terms.memory(c) <= peak, (count, terms.memory(c) / peak)
+        changed, layout = resolve(c.apply(terms.config), pp * tp, 0, declare)
+        peak = max(stage_bytes(changed, layout, stage, "cuda").peak for stage in range(pp))
+        assert (0.9 if pp == 2 else 0.8) * peak < terms.memory(c) <= peak, (count, terms.memory(c) / peak)
 
 
 @for_each(
