@@ -79,6 +79,8 @@ SAME = [
     ("--recompute-modules core_attn --recompute-granularity full", "--recompute full"),
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "--recompute full"),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 12", "--recompute full"),
+    ("--num-layers 24 --pipeline-model-parallel-size 4 --recompute-granularity full --recompute-method block "
+     "--recompute-num-layers 6", "--num-layers 24 --pipeline-model-parallel-size 4 --recompute full"),
     ("--checkpoint-activations --distribute-saved-activations", "--recompute full --partition-activations"),
     ("--use-distributed-optimizer --zero-stage 3", "--zero-stage 3"),
     ("--zero-stage 3 --use-distributed-optimizer", "--zero-stage 3"),

@@ -281,6 +281,7 @@ def test_the_machine_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     found = machine(launch.World(5, 8, 1, "torchrun"), torch.device("cpu"))
     assert (found.ranks, found.device_type, found.device) == (range(4, 8), "cpu", None)
     assert found.host is not None
+    assert machine(launch.World(5, 6, 1, "torchrun"), torch.device("cpu")).ranks == range(4, 6)
     assert machine(launch.World(0, 1, 0, "single"), torch.device("cpu")).ranks == range(1)
 
 

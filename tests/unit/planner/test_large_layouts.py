@@ -26,6 +26,7 @@ from megazero.planner.bytes.estimate import KINDS, StageBytes, estimate, stage_b
 from megazero.planner.goodput import ways
 from megazero.planner.plan_report import expected_lines, show, show_failures, summary
 from megazero.planner.run_plan import Plan
+from megazero.planner.search.choose import _words
 from megazero.planner.search.search_report import COLUMNS, _row, search_command
 from megazero.planner.time.devices import load_device
 from megazero.planner.time.network import GroupNodes, Network, ranks_of_axis
@@ -305,13 +306,17 @@ def test_a_row_of_a_search_by_hand() -> None:
     """Each cell is in the column of its name, where no two axes are equal."""
     layout = Layout(pp=4, dp=8, tp=2, cp=3, shards=12, chunks=6, ep=12, expert_tp=1)
     plan = made_plan([9, 8, 7, 7, 30, 7, 7, 7, 7, 7, 8, 9], 12)
-    config = with_values(plan.config, {"zero-stage": 3, "micro-batch-size": 7, "partition-activations": True})
+    config = with_values(
+        plan.config, {"zero-stage": 3, "micro-batch-size": 7, "partition-activations": True, "global-batch-size": 112}
+    )
     parts = plan.time.expected.parts | {"bubble": 0.5, "dp": 0.25}
     time = plan.time._replace(expected=plan.time.expected._replace(parts=parts))
-    cells = dict(zip(COLUMNS.split(", "), _row(plan._replace(config=config, layout=layout, time=time)), strict=True))
+    plan = plan._replace(config=config, layout=layout, time=time)
+    cells = dict(zip(COLUMNS.split(", "), _row(plan), strict=True))
     sizes = {"tp": "2", "cp": "3", "pp": "4", "dp": "8", "virtual": "6", "micro": "7", "shard": "12", "ZeRO": "3"}
     shares = {"step s": "2", "GB": "30.0", "bubble": "25.0%", "dp wait": "12.5%", "Pa": "yes", "SP": ""}
     assert {name: cells[name] for name in (*sizes, *shares)} == sizes | shares
+    assert _words(plan) == "pp 4 x dp 8 x cp 3 x tp 2 x ep 12, 1f1b, ZeRO stage 3, 2 micro-batches of 7"
 
 
 def test_failures_of_jobs_of_each_size() -> None:
