@@ -2,13 +2,17 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megazero.engine.model.stage import declare
+from megazero.engine.options.optimizers import WeightKind
 from megazero.flags.batch_ramp import batch_sizes, padding_samples
 from megazero.flags.cli import parse
+from megazero.flags.flag_names import with_values
 from megazero.flags.presets import preset_names
 from megazero.flags.resolve import resolve
 from megazero.interop.huggingface.model_types import attention_kinds
@@ -17,6 +21,7 @@ from megazero.verify.command import main
 from megazero.verify.compare import Difference, row
 from megazero.verify.planned import UNBALANCED, unplanned
 from megazero.verify.shrink import MOST_RANKS, small_layout
+from megazero.verify.tolerance import Tolerance, terms
 from megazero.verify.training import TensorPart, joined
 from megazero.verify.verification import Wanted, make_runs
 from tests.helpers.rings import by_default
@@ -154,6 +159,56 @@ def test_bad_input_is_a_sentence(flags: str, capsys: pytest.CaptureFixture[str])
 def test_nan_and_infinity_fail() -> None:
     for wrong in (float("nan"), float("inf")):
         assert not row("loss", [Difference("step 1", 0.0, 1e-9), Difference("step 2", wrong, 1e-9)]).passed
+
+
+SUMMED = "--num-layers 5 --hidden-size 8 --num-attention-heads 2 --kv-channels 3 --ffn-hidden-size 32 --seq-length 7"
+
+
+@for_each(
+    ("more", "number"),
+    [
+        # a block: 4 products of 8, 2 heads of 3, 2 x 7 scores, 32 of the MLP; forward and twice as many backward
+        ("", 3 * (5 * 84 + 8 + 11) + 6 * 7),
+        # 3 chosen experts of 13 more; a further depth is a block and a head
+        (
+            "--architecture mixtral --num-experts 4 --moe-router-topk 3 --moe-ffn-hidden-size 13 --mtp-num-layers 1",
+            3 * (6 * (84 + 39) + 8 + 2 * 11) + 6 * 7,
+        ),
+    ],
+)
+def test_terms_of_the_sums_behind_a_gradient_by_hand(more: str, number: int) -> None:
+    """They bound fp64; results of a block that are rounded bound 16 bit; TF32 has the roundoff of fp16."""
+    config = parse(f"{SUMMED} --vocab-size 11 --global-batch-size 6 {more}".split())
+    blocks = 5 + config.model.mtp_num_layers
+    for precision, relative in (
+        ("fp64", 2.0**-53 * number**1.5),
+        ("fp32", 8 * 2.0**-24 * number**0.5),
+        ("bf16", 8 * 2.0**-8 * (3 * 12 * blocks) ** 0.5),
+    ):
+        found = Tolerance.of(with_values(config, {"precision": precision}), on_gpu=False)
+        assert (terms(found.config), found.exact) == (number, precision == "fp64")
+        assert found.relative == pytest.approx(relative)
+    assert Tolerance.of(with_values(config, {"tf32": True}), True).relative == pytest.approx(8 * number**0.5 / 2**11)
+
+
+def test_tolerances_of_losses_and_weights_by_hand() -> None:
+    """Two weights of 6 and 4 elements; rates of 0.5, 0.25 and 2: each step before moves a loss by 2 lr |g|."""
+    config = with_values(parse(f"{SUMMED} --vocab-size 11 --global-batch-size 6".split()), {"optimizer": "muon"})
+    steps: Any = [SimpleNamespace(lr=lr, loss=loss, norm=0.0) for lr, loss in ((0.5, 9.0), (0.25, -5.0), (2.0, 4.0))]
+    gradients = [{"a": np.array([3.0 * n] * 5 + [-4.0 * n]), "b": np.full(4, 1.0 * n)} for n in (1, 10, 100)]
+    rough, exact = (Tolerance(config, 0.125, each) for each in (False, True))
+    moved = [2 * lr * 0.125 * (6 * 4 + 4 * 1) * n for lr, n in ((0.5, 1), (0.25, 10))]
+    assert rough.loss(2, steps, gradients) == pytest.approx(0.125 / (6 * 7) ** 0.5 + sum(moved) / 4)
+    assert rough.loss(1, steps, gradients) == pytest.approx(0.125 / (6 * 7) ** 0.5 + moved[0] / 5)
+    assert exact.loss(2, steps, gradients) == 0.125
+    plain: Any = SimpleNamespace(shape=(2, 3), kind=WeightKind(False, False), matrices=())
+    three: Any = SimpleNamespace(
+        shape=(3, 4, 9), kind=WeightKind(True, False), matrices=(0,)
+    )  # three matrices of 4 x 9
+    assert (rough.moved(plain, steps, 1.0, []) == 2 * 2.75).all()
+    for scale, factor in (("moonlight", 0.2 * 9**0.5), ("keller", (9 / 4) ** 0.5)):
+        each = rough._replace(config=with_values(config, {"muon-scale": scale}))
+        assert each.moved(three, steps, 1.0, []) == pytest.approx(np.full((3, 4, 9), 2 * 2.75 * factor))
 
 
 def test_pieces_of_ranks_are_joined() -> None:
