@@ -80,6 +80,39 @@ def test_a_mesh_shrinks_to_the_same_axes(flags: str, world: int) -> None:
     assert re.sub(r" \(layers [\d,]*\)", "", layout_words(layout)) == re.sub(r" \(layers [\d,]*\)", "", text)
 
 
+@for_each(
+    ("flags", "world", "length"),
+    [
+        (f"{CP} 3", 6, 16 * 3 + 1),
+        (f"{CP} 3 --seq-length 1536", 6, 16 * 3),
+        (f"{CP} 3 --sequence-parallel", 6, 16 * 3 + 2),
+        (f"{CP} 3 --sequence-parallel --micro-batch-size 2", 6, 16 * 3 + 1),
+        (f"{CP} 2 --sequence-parallel --seq-length 1023 --micro-batch-size 2", 4, 16 * 2 + 1),
+        (f"{CP} 3 --sequence-parallel", 12, 16 * 2),  # two ranks each, of which none can have a token more
+    ],
+)
+def test_uneven_parts_of_a_sample_stay_uneven(flags: str, world: int, length: int) -> None:
+    """Context-parallel ranks share 1024 tokens evenly or not; of a micro-batch, tp 2 ranks have as many each."""
+    runs, _, _ = shrunk(f"{TP} 2 {flags} --vocab-size 500", world)
+    assert runs.layout[0].model.seq_length == length
+
+
+def test_a_shape_by_hand() -> None:
+    """DeepSeek-V3 on 8 stages of tp 2 x cp 3 x dp 20: 2 layers for each of 2 stages, and one as 61 layers have a rest.
+
+    4 of 8 groups of experts stay 2 of 4, of 2 experts each. Of heads of 8 instead of 192, 64 dims that turn are 2, and
+    128 of values 5.
+    """
+    flags = f"{TP} 2 {PP} 8 {CP} 3 --expert-model-parallel-size 4 --sequence-parallel --global-batch-size 960"
+    model = shrunk(f"--preset deepseek-v3-671b --vocab-size 50257 {flags}", 960)[0].layout[0].model
+    assert (model.num_layers, model.moe_layer_freq) == (5, "DEDED")
+    assert (model.num_attention_heads, model.hidden_size, model.ffn_hidden_size) == (4, 8, 16)
+    assert (model.num_experts, model.moe_router_topk, model.moe_ffn_hidden_size) == (8, 2, 16)
+    assert (model.moe_router_num_groups, model.moe_router_group_topk) == (4, 2)
+    assert (model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim) == (6, 2, 5)
+    assert (model.kv_lora_rank, model.q_lora_rank) == (16, 24)
+
+
 def test_a_small_mesh_and_a_small_model_stay() -> None:
     flags = "--num-layers 3 --hidden-size 12 --num-attention-heads 2 --seq-length 7 --vocab-size 31"
     runs, before, real = shrunk(f"{flags} --zero-stage 1", 3)
