@@ -299,8 +299,12 @@ class Model(NamedTuple):
     def lengths(self) -> dict[str, Any]:
         """Return the flags of the length of a sample, and of the windows and positions in it."""
         model, real = self.model, self.real
-        share = math.lcm(*(layout.cp for layout in self.small)) * self.parts
-        length = max(16, WIDTH * share) * self.size + (model.seq_length % real.cp > 0)
+        cp = math.lcm(*(layout.cp for layout in self.small))
+        length = max(16, WIDTH * cp * self.parts) * self.size
+        if model.seq_length % real.cp:
+            micro = min(self.config.training.micro_batch_size, 2)
+            step = self.parts // math.gcd(self.parts, micro) if self.config.parallel.sequence_parallel else 1
+            length += next((n for n in range(step, cp * step, step) if n % cp), 0)
         length = min(length, model.seq_length)
         window = model.window_size
         if 0 < window < model.seq_length:

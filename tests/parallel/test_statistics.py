@@ -4,21 +4,26 @@ The parity matrix has them as a factor; cases here are those of which each shows
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from megazero.checkpoint.engine_state import EngineState
 from megazero.engine.model.stage import declare
+from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.config import Config, LogConfig, ParallelConfig
 from megazero.flags.resolve import resolve
 from megazero.observe import largest_logit
 from megazero.observe.layer_statistics import KEYS, LayerStatistics
 from megazero.planner.bytes.estimate import estimate
+from megazero.planner.trace.pretend import pretend_mesh
 from tests.helpers.rings import SECOND
+from tests.helpers.table import for_each
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
 from tests.parallel.runs import configured, quietly, run_of, write_corpus
 from tests.parallel.test_parity import check_layers, fp64
@@ -45,6 +50,18 @@ EXPERTS = replace(TWO, architecture="mixtral", num_query_groups=2, num_experts=4
 def test_layers_have_the_statistics_of_plain_pytorch(case: Case, ranks) -> None:
     case = fp64(case)._replace(stats=True)
     check_layers(case, ranks(2).run(train, case))
+
+
+@for_each(("shards", "norm_axis", "adds"), [(0, "", [0, 1]), (0, "data", range(12)), (3, "shard", range(6))])
+def test_one_copy_of_a_weight_adds_its_squares(shards: int, norm_axis: str, adds: Sequence[int]) -> None:
+    """Two tensor-parallel parts; dp 2 x cp 3 ranks hold the same weights, shares of them, or copies of shares."""
+    layout = Layout(dp=2, cp=3, tp=2, shards=shards)
+    group = SimpleNamespace(norm_axis=norm_axis, axis="shard", replica_axis="replica")
+    unit: Any = SimpleNamespace(name="blocks.0", flat=SimpleNamespace(group=group))
+    meshes = [pretend_mesh(layout, rank, torch.device("cpu"), needs_staging_buffer=True) for rank in range(12)]
+    layers = SimpleNamespace(layers=SimpleNamespace(tied=""))
+    of: Any = [SimpleNamespace(engine=layers, mesh=mesh) for mesh in meshes]
+    assert [rank for rank in range(12) if LayerStatistics._is_first_copy(of[rank], unit)] == [*adds]
 
 
 class Trained(NamedTuple):

@@ -201,7 +201,7 @@ class StepCosts:
         """Return the seconds of reading and writing memory."""
         sizes, roofline = self.sizes, self.roofline
         if isinstance(op, Reduce) and self.spec.policy(op.unit).optimizer:
-            return roofline.memory("add_", 3 * sizes.owned(op.unit))
+            return roofline.memory("add_", 3 * sizes.owned_gradients(op.unit))
         if isinstance(op, GradNorm):
             offloaded = self.spec.offloaded_units
             read = sum(sizes.owned_gradients(unit) for unit in self.spec.trained_units if unit not in offloaded)

@@ -59,6 +59,8 @@ SAME = [
     ("--compile True --untie-embeddings=no --precision bfloat16", "--compile --no-untie-embeddings --precision bf16"),
     ("--lr-warmup-fraction .01 --lr-decay-iters 320000", "--lr-warmup-iters 3200 --lr-decay-iters 320000"),
     ("--train-iters 500 --lr-warmup-fraction 0.1", "--train-iters 500 --lr-warmup-iters 50"),
+    ("--train-tokens 1048576 --seq-length 1024 --global-batch-size 8 --lr-warmup-fraction 0.25",
+     "--train-tokens 1048576 --seq-length 1024 --global-batch-size 8 --lr-warmup-iters 32"),
     (LLAMA, "--architecture llama --no-untie-embeddings --norm-epsilon 1e-5 --ffn-hidden-size 2048"),
     (f"{LLAMA} --untie-embeddings-and-output-weights --layernorm-epsilon 1e-6 --ffn-hidden-size 99",
      "--architecture llama --ffn-hidden-size 99"),
@@ -79,6 +81,8 @@ SAME = [
     ("--recompute-modules core_attn --recompute-granularity full", "--recompute full"),
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "--recompute full"),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 12", "--recompute full"),
+    ("--num-layers 24 --pipeline-model-parallel-size 4 --recompute-granularity full --recompute-method block "
+     "--recompute-num-layers 6", "--num-layers 24 --pipeline-model-parallel-size 4 --recompute full"),
     ("--checkpoint-activations --distribute-saved-activations", "--recompute full --partition-activations"),
     ("--use-distributed-optimizer --zero-stage 3", "--zero-stage 3"),
     ("--zero-stage 3 --use-distributed-optimizer", "--zero-stage 3"),

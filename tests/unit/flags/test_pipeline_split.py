@@ -111,6 +111,15 @@ def test_virtual_stages_count() -> None:
         made("3,3,3,3", pipeline_schedule="interleaved", virtual_pipeline_stages=2)
 
 
+@for_each(
+    ("chunks", "given", "split"),
+    [(1, "3,3,3,3", ()), (2, "2,2,2,2,1,1,1,1", ()), (2, "2,2,2,2,2,1,1,0", (2, 2, 2, 2, 2, 1, 1, 0))],
+)
+def test_even_virtual_stages_need_no_split(chunks: int, given: str, split: tuple[int, ...]) -> None:
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    assert made(given, pipeline_schedule=schedule, virtual_pipeline_stages=chunks).split == split
+
+
 def test_an_uneven_split_is_reported_with_its_reason() -> None:
     config, layout = resolved()
     assert split_line(config, layout) == (

@@ -31,6 +31,7 @@ from megazero.planner.bytes.capacity import (
     least,
     memory_copies,
 )
+from megazero.planner.bytes.estimate import staged_bytes
 from megazero.world import tasks_of_node
 from tests.helpers.table import for_each
 from tests.unit.engine.options.test_limits import limited_work
@@ -198,6 +199,18 @@ def test_copies_in_memory_are_host_memory(device_type: str, elastic: str, times:
     check_memory(config, layout, 2, Machine(range(2, 3), device_type, None, Available(total, ""), copies=2 * copies))
 
 
+def test_the_copies_of_all_ranks_are_a_checkpoint() -> None:
+    """Each element is staged by one rank of its shards, and a replicated one by each of both tensor-parallel ranks:
+    position embeddings of 66 x 96, six vectors of 96 in each of 4 blocks, and two behind them; 3 states of 4 bytes.
+    """
+    axes = {"tensor_model_parallel_size": 2, "context_parallel_size": 3, "seq_length": 66, "global_batch_size": 5}
+    more = {"memory_checkpoint_interval": 7, "save": "x", "zero_stage": 1, "vocab_size": 330}
+    config, layout = resolved(30, axes | more)
+    staged = [staged_bytes(config, layout, rank) for rank in range(30)]
+    assert sum(staged) == checkpoint_bytes(config) + (66 + 4 * 6 + 2) * 96 * 3 * 4
+    assert 15 * max(staged) < 1.1 * sum(staged) / 2
+
+
 @for_each(("given", "nodes"), [("", 6), ("2:6", 2), ("1:6", 1)])
 def test_the_nodes_of_copies_are_those_of_all_ranks(given: str, nodes: int) -> None:
     """pp 2 x dp 3 x cp 2 x tp 1, two ranks a node."""
@@ -270,6 +283,7 @@ def test_the_machine_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     found = machine(launch.World(5, 8, 1, "torchrun"), torch.device("cpu"))
     assert (found.ranks, found.device_type, found.device) == (range(4, 8), "cpu", None)
     assert found.host is not None
+    assert machine(launch.World(5, 6, 1, "torchrun"), torch.device("cpu")).ranks == range(4, 6)
     assert machine(launch.World(0, 1, 0, "single"), torch.device("cpu")).ranks == range(1)
 
 

@@ -28,9 +28,10 @@ from megazero.observe.timeline import Interval
 from megazero.planner.bytes.capacity import check_memory, checkpoint_bytes, estimated, least
 from megazero.planner.bytes.estimate import KINDS, StageBytes, estimate, stage_bytes
 from megazero.planner.goodput import ways
-from megazero.planner.plan_report import show, show_failures, summary
+from megazero.planner.plan_report import expected_lines, show, show_failures, summary
 from megazero.planner.run_plan import Plan
-from megazero.planner.search.search_report import search_command
+from megazero.planner.search.choose import _words
+from megazero.planner.search.search_report import COLUMNS, _row, search_command
 from megazero.planner.time.devices import load_device
 from megazero.planner.time.network import GroupNodes, Network, ranks_of_axis
 from megazero.planner.time.step_time import PARTS, Parts, StepTime
@@ -295,6 +296,31 @@ def test_planned_numbers_by_hand() -> None:
     )
     hours = [f"{10_000 / 3600 / share:.1f}" for share in (plan.reached.median, plan.reached.most, plan.reached.least)]
     assert length == f"--train-iters 5000: 96.00 B tokens, {hours[0]} hours expected ({hours[1]} to {hours[2]})"
+    each = [f"{2_400_000 * 8 / 2 / 36 * share:,.0f}" for share in plan.reached[:3]]
+    assert expected_lines(plan)[0].startswith(f"expected: {each[0]} tokens/s per device ({each[1]} to {each[2]}), MFU ")
+    assert plan.free == plan.usable - 9 * 10**9
+    # 36 ranks are 6 on each of 6 nodes, which has two copies of its part and two of another's
+    saved = plan._replace(config=with_values(plan.config, {"memory-checkpoint-interval": 7, "hidden-size": 160_000}))
+    saved.stages[0].memory["host"] = 10**9
+    kept = checkpoint_bytes(saved.config) * 4 / 6 / 1e9
+    assert f"checkpoints in memory: {kept:.1f} GB per node in --memory-checkpoint-dir" in summary(saved)
+
+
+def test_a_row_of_a_search_by_hand() -> None:
+    """Each cell is in the column of its name, where no two axes are equal."""
+    layout = Layout(pp=4, dp=8, tp=2, cp=3, shards=12, chunks=6, ep=12, expert_tp=1)
+    plan = made_plan([9, 8, 7, 7, 30, 7, 7, 7, 7, 7, 8, 9], 12)
+    config = with_values(
+        plan.config, {"zero-stage": 3, "micro-batch-size": 7, "partition-activations": True, "global-batch-size": 112}
+    )
+    parts = plan.time.expected.parts | {"bubble": 0.5, "dp": 0.25}
+    time = plan.time._replace(expected=plan.time.expected._replace(parts=parts))
+    plan = plan._replace(config=config, layout=layout, time=time)
+    cells = dict(zip(COLUMNS.split(", "), _row(plan), strict=True))
+    sizes = {"tp": "2", "cp": "3", "pp": "4", "dp": "8", "virtual": "6", "micro": "7", "shard": "12", "ZeRO": "3"}
+    shares = {"step s": "2", "GB": "30.0", "bubble": "25.0%", "dp wait": "12.5%", "Pa": "yes", "SP": ""}
+    assert {name: cells[name] for name in (*sizes, *shares)} == sizes | shares
+    assert _words(plan) == "pp 4 x dp 8 x cp 3 x tp 2 x ep 12, 1f1b, ZeRO stage 3, 2 micro-batches of 7"
 
 
 def test_failures_of_jobs_of_each_size() -> None:

@@ -16,7 +16,17 @@ from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.flat_layout import Matrices
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.layout.topology import Layout
-from megazero.engine.plan.program.operations import Backward, Fetch, Forward, Gather, Start, Update, Wait
+from megazero.engine.plan.program.operations import (
+    Backward,
+    Fetch,
+    Forward,
+    Gather,
+    GradNorm,
+    Reduce,
+    Start,
+    Update,
+    Wait,
+)
 from megazero.engine.plan.program.program import program
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.cli import parse, read
@@ -656,6 +666,24 @@ def test_updates_of_whole_matrices_by_hand() -> None:
     assert muon(Update("blocks.1")) == pytest.approx((flops / 1e12 + sent) / 4 * uneven + bytes_moved)
     costs = [sum(unit.flat.cost(unit.owned[rank]) for unit in spec.units.values()) for rank in range(4)]
     assert uneven == pytest.approx(max(costs) / (sum(costs) / 4)) and uneven > 1
+
+
+@for_each(("more", "bandwidth"), [("", 1e12), ("--optimizer-cpu-offload", 1e10)])
+@for_each(("dtype", "gradient"), [("fp32", 4), ("bf16", 2)])
+def test_bytes_that_an_update_moves_in_memory_by_hand(dtype: str, gradient: int, more: str, bandwidth: float) -> None:
+    """A reduced part is read with its sum, which is written; the norm reads gradients; an update moves
+    the bytes of its states. Host memory has 10 GB/s.
+    """
+    flags = f"{SMALL} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --zero-stage 2 {more}"
+    flags += f" --precision {dtype} --grad-dtype {dtype} --global-batch-size 12"
+    config, layout = resolve(parse(flags.split()), 24, 0, declare)
+    spec = rank_spec(config, layout, 1, declare)
+    costs, owned = StepCosts(config, layout, spec, simple()), spec.units["blocks.2"].numel // 3
+    sent = costs.network.one_pass("shard", 3 * owned * gradient)
+    assert costs(Reduce("blocks.2")) == pytest.approx(sent + 3 * owned * gradient / 1e12)
+    agreed = costs._moving((*costs.sizes.agreed(), *costs.sizes.moves(GradNorm())))
+    assert costs(GradNorm()) - agreed == pytest.approx(2 * owned * gradient / bandwidth)
+    assert costs(Update("blocks.2")) == pytest.approx(updated_bytes(costs.sizes.optimized("blocks.2")) / bandwidth)
 
 
 @for_each("optimizer", ["adamw", "muon"])

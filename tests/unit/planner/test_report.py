@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
+from megazero.flags.cli import parse
 from megazero.flags.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig, ZeroConfig
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.bytes_report import bytes_table, partition_line, queue_line, report_rows
@@ -46,6 +47,24 @@ def test_pa_reports_the_bytes_that_it_saves_and_sends() -> None:
 def test_pa_on_the_host_saves_host_memory() -> None:
     line = partition_line(*resolved(replace(PA, checkpoint_in_cpu=True)))
     assert f"saves {5 * 3 * 16 * 64:,} bytes of this rank's host memory" in line
+
+
+def test_formulas_name_the_axes_that_divide() -> None:
+    """tp 2, cp 3, pp 4, dp 5: states are divided by 15 ranks, kept inputs by cp and tp."""
+    flags = (
+        "--num-layers 8 --hidden-size 96 --num-attention-heads 12 --seq-length 90 --vocab-size 330 --precision bf16 "
+        "--grad-dtype fp32 --global-batch-size 40 --tensor-model-parallel-size 2 --context-parallel-size 3 "
+        "--pipeline-model-parallel-size 4 --zero-stage 2 --recompute full --partition-activations --loss-chunk-tokens 0"
+    )
+    found = {row.kind: row.formula for row in report_rows(*resolve(parse(flags.split()), 120, 0, declare))}
+    wanted = {
+        "parameters": "2 Psi",
+        "optimizer": "12 Psi / 15",
+        "gradients": "4 Psi / 15",
+        "activation_checkpoints": "2 b s / 3 h / 2 for each block and micro-batch in flight",
+        "logits": "2 b s / 3 v / tp",
+    }
+    assert {kind: found[kind] for kind in wanted} == wanted
 
 
 def test_where_checkpoints_lie() -> None:

@@ -161,33 +161,37 @@ def test_a_search_leaves_out_no_layout_that_fits() -> None:
 
 
 @for_each(
-    "schedule, length, batches",
+    "schedule, length, pp, batches",
     [
-        ("1f1b", 64, (1, 2, 3)),
-        ("1f1b", 2048, (1, 2)),
-        ("gpipe", 64, (1, 3)),
-        ("zero-bubble-v", 64, (3,)),
-        ("interleaved", 64, (5,)),
+        ("1f1b", 64, 2, (1, 2, 3)),
+        ("1f1b", 2048, 2, (1, 2)),
+        ("gpipe", 64, 2, (1, 3)),
+        ("zero-bubble-v", 64, 2, (3,)),
+        ("interleaved", 64, 2, (5,)),
+        ("1f1b", 64, 4, (4, 5)),
+        ("zero-bubble-v", 64, 4, (12,)),
+        ("interleaved", 64, 4, (6, 12)),
     ],
 )
 def test_the_bound_of_memory_is_one_at_the_borders_of_a_schedule(
-    schedule: str, length: int, batches: tuple[int, ...]
+    schedule: str, length: int, pp: int, batches: tuple[int, ...]
 ) -> None:
     """Batches are fewer than stages, as many, or the fewest whose gradients add up while activations are held.
 
     Weights are so large that gradients which are not held yet exceed the estimate; and of long samples, so does a
-    micro-batch more.
+    micro-batch more. Four stages have two tensor-parallel ranks each.
     """
-    line = f"--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length {length} --vocab-size 64"
+    line = f"--num-layers {2 * pp} --hidden-size 256 --num-attention-heads 4 --seq-length {length} --vocab-size 64"
     chunks = 1 if schedule in ("1f1b", "gpipe") else 2
-    c = Candidate(1, 1, 2, schedule, chunks, 0, 0, "none", False, False, 1)
+    tp = pp // 2
+    c = Candidate(tp, 1, pp, schedule, chunks, 0, 0, "none", False, False, 1)
     config = parse(f"{line} --precision bf16 --global-batch-size 1".split())
-    terms = ClosedTerms(config, 2, H100)
+    terms = ClosedTerms(config, pp * tp, H100)
     for count in batches:
         terms.config = with_values(config, {"global-batch-size": count})  # of which no cached value depends
-        changed, layout = resolve(c.apply(terms.config), 2, 0, declare)
-        peak = max(stage_bytes(changed, layout, stage, "cuda").peak for stage in range(2))
-        assert 0.9 * peak < terms.memory(c) <= peak, (count, terms.memory(c) / peak)
+        changed, layout = resolve(c.apply(terms.config), pp * tp, 0, declare)
+        peak = max(stage_bytes(changed, layout, stage, "cuda").peak for stage in range(pp))
+        assert (0.9 if pp == 2 else 0.8) * peak < terms.memory(c) <= peak, (count, terms.memory(c) / peak)
 
 
 @for_each(
@@ -265,6 +269,9 @@ def test_layouts_whose_order_is_known(
     assert simulated == pytest.approx(ratio, rel=0.08)
 
 
+EVERY, EACH = f"{SHORT} --num-layers 12 --num-attention-heads 12 --hidden-size 768", {"tp": 2, "cp": 3}
+
+
 def ratios(config: Config, world: int, device: Device, both: Sequence[Candidate]) -> tuple[float, float]:
     """Return the seconds of the first layout over those of the second, by the formulas and by the simulation."""
     terms = ClosedTerms(config, world, device)
@@ -280,6 +287,14 @@ def ratios(config: Config, world: int, device: Device, both: Sequence[Candidate]
         (f"{LONG.replace('8192', '2048')} --vocab-size 500000", 2, H100, {"cp": 2}, {}),
         # a stage rebuilds the inputs of its own blocks
         (f"{SHORT} --num-layers 8", 8, slow_network(), {"partition": True}, {}),
+        # every axis, and no two equal: stages share blocks, weights and messages, and keep their own gradients
+        *(
+            (EVERY, 120, slow_network(), EACH | {"pp": 4}, other)
+            for other in (EACH | {"pp": 2}, EACH | {"tp": 4, "pp": 2})
+        ),
+        (EVERY, 120, slow_network(), EACH | {"pp": 4, "schedule": "interleaved", "chunks": 3}, EACH | {"pp": 4}),
+        (EVERY, 30, slow_network(), EACH | {"zero_stage": 2, "shard": 5}, {"tp": 3, "cp": 2, "zero_stage": 2}),
+        (EVERY, 30, slow_network(), EACH | {"zero_stage": 1}, EACH | {"zero_stage": 3, "shard": 3}),
         # experts are reduced over ranks of their own: with ep 2, over half as many as other weights
         *(
             (
@@ -299,6 +314,6 @@ def test_formulas_follow_the_simulation(
     plain = Candidate(1, 1, 1, "1f1b", 1, 0, 0, "none", False, False, 1)
     if "partition" in one:
         plain = plain._replace(tp=2, pp=4, recompute="full")
-    config = parse(f"{flags} --grad-dtype fp32 --global-batch-size 32".split())
+    config = parse(f"{flags} --grad-dtype fp32 --global-batch-size {40 if flags is EVERY else 32}".split())
     ranked, simulated = ratios(config, world, device, (plain._replace(**one), plain._replace(**other)))
     assert ranked == pytest.approx(simulated, rel=0.03)

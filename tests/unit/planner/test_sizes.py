@@ -12,7 +12,7 @@ from megazero.engine.model.documents import Documents
 from megazero.engine.model.layers.context import MicroBatchInfo, ResidualStream
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.layers import ROUTER_SUMS
-from megazero.engine.plan.layout.topology import Layout
+from megazero.engine.plan.layout.topology import Coord, Layout
 from megazero.engine.plan.layout.zero_policy import DENSE
 from megazero.engine.plan.program.operations import (
     Backward,
@@ -34,6 +34,7 @@ from megazero.flags.cli import parse
 from megazero.flags.flag_names import with_values
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import estimate, stage_bytes, stage_moments
+from megazero.planner.bytes.statistics import StatisticsSizes, block_rows
 from megazero.planner.sizes import (
     LayerSizes,
     Moved,
@@ -113,6 +114,24 @@ def test_tokens_of_a_rank_by_hand() -> None:
     halves = with_values(config, {"sequence-parallel": True}), with_values(config, {"partition-activations": True})
     assert [hidden_bytes(each, layout) for each in halves] == [56 * 96 * 2 // 2, 56 * 96 * 2]
     assert [kept_input_bytes(each, layout) for each in halves] == [56 * 96 * 2 // 2] * 2
+
+
+def test_statistics_of_layers_by_hand() -> None:
+    """Of 24 tokens of a sample, a rank scores 8 queries with all keys: 6 heads of 2 bytes and a mask; keys of 3 heads
+    of 8 are gathered. Sums of three kinds and maxima of two, of 8 bytes, of 4 blocks and both ends.
+    """
+    flags = (
+        "--architecture llama --num-layers 4 --hidden-size 96 --num-attention-heads 12 --num-query-groups 6 "
+        "--seq-length 24 --vocab-size 500 --micro-batch-size 7 --precision bf16 --context-parallel-size 3 "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --stats-interval 5"
+    )
+    config, layout = resolve(parse(flags.split()), 120, 0, declare)
+    first, second = (StatisticsSizes(config, layout, Coord(pp=3, dp=dp, cp=2, tp=1), each=2) for dp in (0, 1))
+    assert (first.scores, second.scores) == (8 * 24 * (6 * 2 + 1), 0)
+    assert first.gathered() == Moved("cp", "all-gather", 24 * 3 * 8 * 2)
+    assert [move.num_bytes for move in first.reduced()] == [3 * 6 * 8, 2 * 6 * 8]
+    assert first.copied(numel=10, state=4) == 40
+    assert (block_rows(6, 1 << 20), block_rows(1 << 20, 1 << 20)) == (2, 1)
 
 
 def test_ranks_of_a_shard_sum_the_replicated_part_that_they_own() -> None:

@@ -18,7 +18,7 @@ from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.flags.config import ActivationConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.estimate import estimate
-from megazero.planner.trace.trace import Kind, _trace, model_flops, trace_block
+from megazero.planner.trace.trace import Kind, _trace, model_flops, trace_block, whole_samples
 from tests.helpers import saved_formulas
 from tests.helpers.block_bytes import block_saves
 from tests.helpers.oldest_torch import oldest_torch
@@ -50,6 +50,12 @@ def test_a_blocks_collectives(tp: int, sp: bool, model: ModelConfig) -> None:
     passes = (4, 3 if sp else 2, 6 if sp else 4)
     assert [+found for found in cost[:3]] == [+Counter({"tp": n * one_pass}) for n in passes]
     assert cost.logits == 0
+
+
+def test_traced_samples_are_one_document_each() -> None:
+    found = whole_samples(2, 3, torch.device("cpu"))
+    assert found.starts.tolist() == [[0] * 3] * 2 and found.bounds.tolist() == [0, 3, 6]
+    assert [tuple(span) for span in found.spans] == [(0, 0, 3), (1, 0, 3)]
 
 
 def test_logits_are_this_ranks_part_of_the_padded_vocabulary() -> None:

@@ -3,13 +3,17 @@
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megazero.engine.model.stage import declare
+from megazero.engine.options.optimizers import WeightKind
 from megazero.flags.batch_ramp import batch_sizes, padding_samples
 from megazero.flags.cli import parse
+from megazero.flags.flag_names import with_values
 from megazero.flags.presets import preset_names
 from megazero.flags.resolve import resolve
 from megazero.interop.huggingface.model_types import attention_kinds
@@ -19,7 +23,7 @@ from megazero.verify.command import main, show_proof, verdict_of
 from megazero.verify.compare import Comparison, Difference, Row, Whole, row
 from megazero.verify.planned import UNBALANCED, unplanned
 from megazero.verify.shrink import MOST_RANKS, small_layout
-from megazero.verify.tolerance import Tolerance
+from megazero.verify.tolerance import Tolerance, terms
 from megazero.verify.training import Sums, TensorPart, Trained, VerifiedStep, joined
 from megazero.verify.verification import Proof, Wanted, make_runs, to_json
 from tests.helpers.rings import by_default
@@ -76,6 +80,39 @@ def test_a_mesh_shrinks_to_the_same_axes(flags: str, world: int) -> None:
     layout = runs.layout[1]
     assert layout.world_size == ranks
     assert re.sub(r" \(layers [\d,]*\)", "", layout_words(layout)) == re.sub(r" \(layers [\d,]*\)", "", text)
+
+
+@for_each(
+    ("flags", "world", "length"),
+    [
+        (f"{CP} 3", 6, 16 * 3 + 1),
+        (f"{CP} 3 --seq-length 1536", 6, 16 * 3),
+        (f"{CP} 3 --sequence-parallel", 6, 16 * 3 + 2),
+        (f"{CP} 3 --sequence-parallel --micro-batch-size 2", 6, 16 * 3 + 1),
+        (f"{CP} 2 --sequence-parallel --seq-length 1023 --micro-batch-size 2", 4, 16 * 2 + 1),
+        (f"{CP} 3 --sequence-parallel", 12, 16 * 2),  # two ranks each, of which none can have a token more
+    ],
+)
+def test_uneven_parts_of_a_sample_stay_uneven(flags: str, world: int, length: int) -> None:
+    """Context-parallel ranks share 1024 tokens evenly or not; of a micro-batch, tp 2 ranks have as many each."""
+    runs, _, _ = shrunk(f"{TP} 2 {flags} --vocab-size 500", world)
+    assert runs.layout[0].model.seq_length == length
+
+
+def test_a_shape_by_hand() -> None:
+    """DeepSeek-V3 on 8 stages of tp 2 x cp 3 x dp 20: 2 layers for each of 2 stages, and one as 61 layers have a rest.
+
+    4 of 8 groups of experts stay 2 of 4, of 2 experts each. Of heads of 8 instead of 192, 64 dims that turn are 2, and
+    128 of values 5.
+    """
+    flags = f"{TP} 2 {PP} 8 {CP} 3 --expert-model-parallel-size 4 --sequence-parallel --global-batch-size 960"
+    model = shrunk(f"--preset deepseek-v3-671b --vocab-size 50257 {flags}", 960)[0].layout[0].model
+    assert (model.num_layers, model.moe_layer_freq) == (5, "DEDED")
+    assert (model.num_attention_heads, model.hidden_size, model.ffn_hidden_size) == (4, 8, 16)
+    assert (model.num_experts, model.moe_router_topk, model.moe_ffn_hidden_size) == (8, 2, 16)
+    assert (model.moe_router_num_groups, model.moe_router_group_topk) == (4, 2)
+    assert (model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim) == (6, 2, 5)
+    assert (model.kv_lora_rank, model.q_lora_rank) == (16, 24)
 
 
 def test_a_small_mesh_and_a_small_model_stay() -> None:
@@ -257,6 +294,56 @@ def test_the_first_difference_is_named_with_its_step_its_size_and_the_number_of_
         ("optimizer states after step 2", True), ("copies on several ranks", True),
     ]  # fmt: skip
     assert (rows[0].difference, rows[0].where, rows[3].where) == (0.2, "step 2", f"{names[3]}, step 2")
+
+
+SUMMED = "--num-layers 5 --hidden-size 8 --num-attention-heads 2 --kv-channels 3 --ffn-hidden-size 32 --seq-length 7"
+
+
+@for_each(
+    ("more", "number"),
+    [
+        # a block: 4 products of 8, 2 heads of 3, 2 x 7 scores, 32 of the MLP; forward and twice as many backward
+        ("", 3 * (5 * 84 + 8 + 11) + 6 * 7),
+        # 3 chosen experts of 13 more; a further depth is a block and a head
+        (
+            "--architecture mixtral --num-experts 4 --moe-router-topk 3 --moe-ffn-hidden-size 13 --mtp-num-layers 1",
+            3 * (6 * (84 + 39) + 8 + 2 * 11) + 6 * 7,
+        ),
+    ],
+)
+def test_terms_of_the_sums_behind_a_gradient_by_hand(more: str, number: int) -> None:
+    """They bound fp64; results of a block that are rounded bound 16 bit; TF32 has the roundoff of fp16."""
+    config = parse(f"{SUMMED} --vocab-size 11 --global-batch-size 6 {more}".split())
+    blocks = 5 + config.model.mtp_num_layers
+    for precision, relative in (
+        ("fp64", 2.0**-53 * number**1.5),
+        ("fp32", 8 * 2.0**-24 * number**0.5),
+        ("bf16", 8 * 2.0**-8 * (3 * 12 * blocks) ** 0.5),
+    ):
+        found = Tolerance.of(with_values(config, {"precision": precision}), on_gpu=False)
+        assert (terms(found.config), found.exact) == (number, precision == "fp64")
+        assert found.relative == pytest.approx(relative)
+    assert Tolerance.of(with_values(config, {"tf32": True}), True).relative == pytest.approx(8 * number**0.5 / 2**11)
+
+
+def test_tolerances_of_losses_and_weights_by_hand() -> None:
+    """Two weights of 6 and 4 elements; rates of 0.5, 0.25 and 2: each step before moves a loss by 2 lr |g|."""
+    config = with_values(parse(f"{SUMMED} --vocab-size 11 --global-batch-size 6".split()), {"optimizer": "muon"})
+    steps: Any = [SimpleNamespace(lr=lr, loss=loss, norm=0.0) for lr, loss in ((0.5, 9.0), (0.25, -5.0), (2.0, 4.0))]
+    gradients = [{"a": np.array([3.0 * n] * 5 + [-4.0 * n]), "b": np.full(4, 1.0 * n)} for n in (1, 10, 100)]
+    rough, exact = (Tolerance(config, 0.125, each) for each in (False, True))
+    moved = [2 * lr * 0.125 * (6 * 4 + 4 * 1) * n for lr, n in ((0.5, 1), (0.25, 10))]
+    assert rough.loss(2, steps, gradients) == pytest.approx(0.125 / (6 * 7) ** 0.5 + sum(moved) / 4)
+    assert rough.loss(1, steps, gradients) == pytest.approx(0.125 / (6 * 7) ** 0.5 + moved[0] / 5)
+    assert exact.loss(2, steps, gradients) == 0.125
+    plain: Any = SimpleNamespace(shape=(2, 3), kind=WeightKind(False, False), matrices=())
+    three: Any = SimpleNamespace(
+        shape=(3, 4, 9), kind=WeightKind(True, False), matrices=(0,)
+    )  # three matrices of 4 x 9
+    assert (rough.moved(plain, steps, 1.0, []) == 2 * 2.75).all()
+    for scale, factor in (("moonlight", 0.2 * 9**0.5), ("keller", (9 / 4) ** 0.5)):
+        each = rough._replace(config=with_values(config, {"muon-scale": scale}))
+        assert each.moved(three, steps, 1.0, []) == pytest.approx(np.full((3, 4, 9), 2 * 2.75 * factor))
 
 
 def test_pieces_of_ranks_are_joined() -> None:
