@@ -8,7 +8,8 @@ from megazero import checkpoint
 from megazero.checkpoint.manifest import unchecked_state
 from megazero.engine.model.stage import declare
 from megazero.flags.cli import Command
-from megazero.flags.recipe import RECIPE_FLAGS, ModelSize, not_initial, recipe, recipe_words, with_recipe
+from megazero.flags.recipe import RECIPE_FLAGS, ModelSize, not_initial, recipe, recipe_words
+from megazero.flags.stack import Standing
 from megazero.planner.parameter_counts import active_parameters
 from megazero.planner.run_plan import vocabulary
 from megazero.run.run_state import RunState, is_hugging_face
@@ -32,9 +33,9 @@ def follow_recipe(command: Command) -> Command:
     blocks = sum(math.prod(spec.shape) for name in layers.blocks for spec in layers.kinds[name].params)
     size = ModelSize(blocks, active_parameters(layers))
     chosen = recipe(config, command.given.intersection(RECIPE_FLAGS), size)
-    config = with_recipe(config, chosen)
-    given = command.given.union(each.flag for each in chosen) - {"recipe", "train-tokens"}
-    return command._replace(config=config, given=given, notes=[*command.notes, recipe_words(config, chosen, size)])
+    values = {each.flag: each.value for each in chosen if not each.kept}
+    stack = command.stack.over("--recipe auto", values, Standing.GIVEN, undone=("recipe", "train-tokens"))
+    return command._replace(stack=stack, notes=[*command.notes, recipe_words(stack.config, chosen, size)])
 
 
 def _has_other_weights(load: Path) -> bool:

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 from megazero.flags.cli import Command, names_of
-from megazero.flags.flag_names import with_values
 from megazero.flags.gpu_defaults import gpu_defaults
+from megazero.flags.stack import Standing
 from megazero.flags.stages import of_longest
 from megazero.log import log
 from megazero.planner import plan_report
@@ -21,8 +21,11 @@ def predict(command: Command) -> None:
 
     console, config = Console(width=None if sys.stdout.isatty() else 160), command.config
     device = load_device(config.plan.device_type)
-    values, note = gpu_defaults(config, command.given, device.fastest_precision if device.kind == "cuda" else None)
-    config = with_values(config, values)
+    values, note = gpu_defaults(
+        command.config, command.given, device.fastest_precision if device.kind == "cuda" else None
+    )
+    command = command.over("the default on GPUs", values, Standing.DERIVED)
+    config = command.config
     config, of_stage, stage = of_longest(config)
     for line in filter(None, (note, command.left_out(config), stage)):
         log.info(line)

@@ -17,9 +17,9 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.files import explain
 from megazero.flags.cli import Command
 from megazero.flags.config import Config, ModelConfig
-from megazero.flags.flag_names import with_values
 from megazero.flags.gpu_defaults import gpu_defaults
 from megazero.flags.resolve import resolve
+from megazero.flags.stack import Standing
 from megazero.flags.stages import DataStage, last_samples, longest, read_stages
 from megazero.flags.validate import check_device
 from megazero.host import Machine
@@ -53,15 +53,13 @@ class Choice(NamedTuple):
     """The options with the layout, as flags.
 
     Attributes:
-        command: with the flags that --layout auto chose, as if given.
-        config: with the defaults of the device; not resolved.
+        command: with the defaults of the device, and the flags that --layout auto chose, as if given.
         report: report of --layout auto; empty if the layout is given.
         table: with --elastic, the layouts for other numbers of nodes.
         line: with --elastic, the line of this start.
     """
 
     command: Command
-    config: Config
     report: str = ""
     table: relayout.Question | None = None
     line: str = ""
@@ -116,7 +114,8 @@ def prepare(command: Command, world: World) -> Prepared:
         bind_to_near_cpus(device)  # before any library starts threads, because these keep their CPUs
     fastest = launch.fastest_precision(device) if device.type == "cuda" else None
     values, note = gpu_defaults(command.config, command.given, fastest)
-    config = with_values(command.config, values)
+    command = command.over("the default on GPUs", values, Standing.DERIVED)
+    config = command.config
     if other := command.left_out(config):
         log.info(other)
     require_packages(config.log)
@@ -124,20 +123,13 @@ def prepare(command: Command, world: World) -> Prepared:
     tokenizer = data_tokenizer(config)
     tasks = open_tasks(config, tokenizer)
     ranks, stages = find_ranks(config, world, device), read_stages(config)
-    most = longest(config, stages)
-    added = most.values.keys() - command.given  # given too, while the layout of the longest stage is chosen
-    asked = command._replace(given=command.given | added)
-    choice = choose_flags(asked, most.over(config), ranks, tokenizer.vocab_size if tokenizer else 0)
-    choice = choice._replace(
-        command=choice.command._replace(given=choice.command.given - added),
-        config=most.undone(choice.config, config),
-    )
-    for late in stages[len(last_samples(choice.config, stages)) :] if world.rank == 0 else ():
+    choice = choose_flags(command, longest(config, stages), ranks, tokenizer.vocab_size if tokenizer else 0)
+    for late in stages[len(last_samples(choice.command.config, stages)) :] if world.rank == 0 else ():
         log.warning(
             f"--data-stages {config.data.data_stages}: stage {late.number}, from sample {late.first:,}, begins after "
             f"--train-iters {config.training.train_iters}"
         )
-    checked = check_stages(choice.config, stages, ranks, tokenizer=tokenizer, tasks=tasks)
+    checked = check_stages(choice.command.config, stages, ranks, tokenizer=tokenizer, tasks=tasks)
     verdict = verdict_of_rank_0(checked[0]) if world.rank == 0 else Verdict()
     if verdict.refusal and world.has_peers:  # at once, because the others may start late, or never
         log.error(f"{verdict.refusal}; this rank ends once all ranks have joined")
@@ -153,29 +145,29 @@ def find_ranks(config: Config, world: World, device: torch.device) -> Ranks:
     return Ranks(world, device, found)
 
 
-def choose_flags(command: Command, config: Config, ranks: Ranks, vocabulary: int) -> Choice:
-    """Choose the flags of the layout that are not given, for --layout auto and --elastic."""
-    world, elastic = ranks.world, config.parallel.elastic
+def choose_flags(command: Command, stage: DataStage, ranks: Ranks, vocabulary: int) -> Choice:
+    """Choose the flags of the layout that are not given, for --layout auto and --elastic. stage: the longest one."""
+    asked = command.over(f"stage {stage.number}", stage.changes, Standing.GIVEN)
+    world, config, elastic = ranks.world, asked.config, command.config.parallel.elastic
     if config.parallel.layout != "auto":
         line = relayout.start_words(config, world, "the layout of the given flags") if elastic else ""
-        return Choice(command, config, line=line)
+        return Choice(command, line=line)
     size = max(2, world.size) if elastic else world.size
     priced, table = device_of_ranks(config, launch.card_name(ranks.device), ranks.machine, size), None
     if elastic:
         table = relayout.Question(
             config=config,
-            given=command.given,
+            given=asked.given,
             per_node=local_size(world),
             vocab_size=vocabulary,
             device=priced,
         )
         chosen = table.row(relayout.read_layouts(Path(config.checkpoint.save), table.digest()), num_nodes(world))
     else:
-        chosen = choose_layout(config, command.given, size, vocab_size=vocabulary, device=priced)
-    given = {*command.given, *chosen.names(config)} - {"layout", "device-type"}
+        chosen = choose_layout(config, asked.given, size, vocab_size=vocabulary, device=priced)
+    values = {name: chosen.flags[name] for name in chosen.names(config)}
     return Choice(
-        command=command._replace(config=chosen.apply(command.config), given=frozenset(given)),
-        config=chosen.apply(config),
+        command=command.over("--layout auto", values, Standing.GIVEN, undone=("layout", "device-type")),
         report=chosen.words(config, priced, command.dropped),
         table=table,
         line=relayout.start_words(config, world, chosen.layout) if elastic else "",

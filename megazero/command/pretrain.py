@@ -24,7 +24,10 @@ def pretrain(argv: list[str]) -> None:
 
     _collect_garbage()
     with reporting_errors(command, world):
-        if plans(command.config.plan):
+        if command.config.log.show_options:
+            if world.rank == 0:
+                print(command.stack.table())
+        elif plans(command.config.plan):
             from megazero.command.predict import predict
 
             predict(command)

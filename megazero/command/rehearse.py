@@ -6,8 +6,8 @@ from megazero.command.rehearsal.rehearsal_report import pretended_world, run_reh
 from megazero.engine.options.schema import Precision
 from megazero.flags.cli import Command
 from megazero.flags.config import Config
-from megazero.flags.flag_names import with_values
 from megazero.flags.gpu_defaults import gpu_defaults
+from megazero.flags.stack import Standing
 from megazero.flags.stages import of_longest
 from megazero.log import log
 from megazero.planner.run_plan import vocabulary
@@ -19,7 +19,8 @@ from megazero.world import World
 def rehearse(command: Command, world: World) -> None:
     """Run the steps, and report their bytes next to the predicted ones."""
     values, note = gpu_defaults(command.config, command.given, _fastest_precision(command.config, world))
-    config = with_values(command.config, values)
+    command = command.over("the default on GPUs", values, Standing.DERIVED)
+    config = command.config
     config, of_stage, stage = of_longest(config)
     for line in filter(None, (note, stage)):
         log.info(line)

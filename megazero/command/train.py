@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gc
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from megazero.engine.mesh.mesh import Mesh
 from megazero.flags.cli import Command
 from megazero.flags.config import Config
 from megazero.flags.corpus_flags import document_flags
+from megazero.flags.flag_names import with_values
 from megazero.interop.huggingface.export import export_run
 from megazero.interop.huggingface.weight_files import open_weights
 from megazero.log import log
@@ -45,7 +45,7 @@ def train(command: Command, world: World, signals: Signals) -> Wish | None:
     """Train or evaluate; returns the request that ended the run early."""
     clock = StartClock(process_start())
     clock.mark("process")
-    prepared = prepare(command._replace(config=relayout.resuming(command.config)), world)
+    prepared = prepare(command.over("--elastic", relayout.resuming(command.config)), world)
     clock.mark("checks")
     mesh, screen = connect(prepared)
     signals.joined()
@@ -98,9 +98,8 @@ def continuing(prepared: Prepared) -> Prepared:
     """Return the run with stages that begin from the checkpoint of the one before."""
 
     def of(each: Checked) -> Checked:
-        options = each.config.checkpoint
-        options = replace(options, load=options.save, finetune=False, load_exact=False)
-        return each._replace(config=replace(each.config, checkpoint=options))
+        values = {"load": each.config.checkpoint.save, "finetune": False, "load-exact": False}
+        return each._replace(config=with_values(each.config, values))
 
     return prepared._replace(stages=tuple(map(of, prepared.stages)))
 
@@ -123,7 +122,7 @@ def connect(prepared: Prepared) -> tuple[Mesh, list[str]]:
     agree(values, world, device, hosts=hosts, refused=prepared.verdict.refusal)
     if world.rank == 0:
         screen = start_report.screen(
-            asked=prepared.choice.command.config,
+            asked=prepared.choice.command.stack.asked.config,
             config=config,
             layout=layout,
             machine=machine,
@@ -199,6 +198,7 @@ def _hand_out_report(prepared: Prepared, mesh: Mesh, screen: list[str], run: Tra
         hosts=mesh.world.hosts,
         environment=environment(),
         notes=run.trainer.choices,
+        sources=prepared.choice.command.stack.table(config),
     )
     start_report.hand_out(config, screen, details)
 

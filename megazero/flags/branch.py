@@ -4,15 +4,15 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from megazero.flags.config import Config
-from megazero.flags.flag_names import as_flag, with_values
+from megazero.flags.flag_names import as_flag
+from megazero.flags.stack import Stack
 
 # Flags that a branch sets: the command line leaves them out, and those of a preset give way.
 SETS = ("load", "train-iters", "lr-decay-style", "lr-decay-iters", "lr-wsd-decay-iters")
 
 
-def branch(config: Config, typed: Collection[str]) -> tuple[Config, str]:
-    """Return the configuration with the flags that --decay-from stands for, and a line that names them.
+def branch(stack: Stack, typed: Collection[str]) -> tuple[Stack, str]:
+    """Return the stack with the flags that --decay-from stands for, and a line that names them.
 
     --load is --save: `resume.find_checkpoint` takes the checkpoint of --decay-from while --save holds none.
 
@@ -22,9 +22,9 @@ def branch(config: Config, typed: Collection[str]) -> tuple[Config, str]:
     Raises:
         ValueError: --decay-from names no checkpoint; --save is its run's folder; or a flag is given that a branch sets.
     """
-    options = config.checkpoint
+    options = stack.config.checkpoint
     if not (options.decay_from and options.decay_iters > 0 and options.save):
-        return config, ""  # `check_values` refuses such flags
+        return stack, ""  # `check_values` refuses such flags
     given, source, save = f"--decay-from {options.decay_from}", Path(options.decay_from), Path(options.save)
     name = re.fullmatch(r"iter_(\d{7,})", source.name)
     if name is None:
@@ -38,6 +38,6 @@ def branch(config: Config, typed: Collection[str]) -> tuple[Config, str]:
         )
     last = int(name[1]) + options.decay_iters
     flags = dict(zip(SETS, (options.save, last, "wsd", last, options.decay_iters), strict=True))
-    config = with_values(config, {**flags, "finetune": False, "train-tokens": 0})
+    stack = stack.over("--decay-from", {**flags, "finetune": False, "train-tokens": 0})
     words = " ".join(as_flag(flag, value) for flag, value in flags.items() if flag != "load")
-    return config, f"{given} --decay-iters {options.decay_iters}: a branch, with {words}; it resumes from {save}"
+    return stack, f"{given} --decay-iters {options.decay_iters}: a branch, with {words}; it resumes from {save}"

@@ -6,29 +6,30 @@ file, by --hf-config or as the folder of --load, they stand above the preset's, 
 only the preset names it, it is the config.toml of a run, whose values stand above, as they were when the run began.
 """
 
+import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from megazero.called_as import in_own_words, program_name
+from megazero.flags.architecture_flags import flags_of
 from megazero.flags.branch import branch
 from megazero.flags.config import Config
 from megazero.flags.duration import count_iterations
-from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, to_toml, toml_value, value_of, with_values
+from megazero.flags.flag_names import LAYOUT_FLAGS, flags, to_toml, toml_value, value_of
 from megazero.flags.foreign.other_defaults import left_out
 from megazero.flags.foreign.translate import OWN_WORDS, refusals, split_items, translate
 from megazero.flags.giving_way import give_way, without_layout
 from megazero.flags.help import show_normal, until_reader_ends, with_whole_lines
 from megazero.flags.limit_checks import check_text
-from megazero.flags.presets import Preset, over_defaults, read_preset
+from megazero.flags.presets import Preset, read_preset
 from megazero.flags.recipe import RECIPE_FLAGS
+from megazero.flags.stack import COMMAND_LINE, Layer, Stack, Standing
 from megazero.flags.validate import check_values, plans
 from megazero.log import log
 
 SCRIPT = "pretrain_gpt.py"
-TRAIN_LENGTH = frozenset({"train-iters", "train-tokens"})  # the command line's replaces that of a preset
 Own = TypeVar("Own")
 
 
@@ -61,20 +62,41 @@ class Command(NamedTuple):
     """A command line, read.
 
     Attributes:
-        config: not yet resolved.
+        stack: of the values of all flags, not yet resolved.
         args: the command line with foreign flags translated, without the flags of the preset.
-        given: names of the flags, without dashes, that the command line, its preset or a config.json sets.
         notes: lines that report translated foreign flags, accepted ones without effect, and ignored retired ones.
-        dropped: flags of the preset that do not count, because --layout auto chooses them.
         foreign: flags of other systems, and keys of a DeepSpeed file, in kebab-case.
     """
 
-    config: Config
+    stack: Stack
     args: list[str]
-    given: frozenset[str]
     notes: list[str]
-    dropped: frozenset[str] = frozenset()
     foreign: frozenset[str] = frozenset()
+
+    @property
+    def config(self) -> Config:
+        """Not yet resolved."""
+        return self.stack.config
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the flags, without dashes, that the command line, its preset or a config.json sets."""
+        return self.stack.given
+
+    @property
+    def dropped(self) -> frozenset[str]:
+        """Flags of the preset that do not count, because --layout auto chooses them."""
+        return self.stack.undone_by("--layout auto")
+
+    def over(
+        self,
+        source: str,
+        values: Mapping[str, Any],
+        standing: Standing = Standing.IMPLIED,
+        undone: Collection[str] = (),
+    ) -> "Command":
+        """Return the command with one layer more."""
+        return self._replace(stack=self.stack.over(source, values, standing, undone))
 
     def left_out(self, config: Config) -> str:
         """Return a line for flags that are not given and have other values in other systems; may be empty.
@@ -85,13 +107,14 @@ class Command(NamedTuple):
 
     def to_toml(self, resolved: Config) -> str:
         """Format the given flags as a preset of the same run, and derived values as comments."""
-        text = to_toml(self.config, self.given)
-        if self.config.hf_config:
-            text = f"# The model is that of config.json in {toml_value(self.config.hf_config)}.\n{text}"
+        asked = self.stack.asked.config
+        text = to_toml(asked, self.given)
+        if asked.hf_config:
+            text = f"# The model is that of config.json in {toml_value(asked.hf_config)}.\n{text}"
         derived = [
             f"# {name} = {toml_value(value_of(resolved, name))}\n"
             for name in flags()
-            if value_of(self.config, name) != value_of(resolved, name)
+            if value_of(asked, name) != value_of(resolved, name)
         ]
         if derived:
             text += "\n# Derived from these for this run; a --preset does not fix it. plan.txt has all options.\n"
@@ -135,11 +158,10 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
     if refused:
         raise ValueError(refused)
     args, notes = translated.args, [*preset.notes, *translated.notes]
-    values, source = preset.values, ""
-    if found := find_model(*_sources(args, preset.values)):
-        values, source = _over_preset(found, preset.values, args), found.source
-        notes += found.notes
-    defaults = replace(over_defaults(values, _last_value(args, "architecture")), hf_config=source)
+    found = find_model(*_sources(args, preset.values))
+    notes += found.notes if found else []
+    layers, name_source = _layers(preset.values, found, args), f"--preset {name}"
+    defaults = Stack(layers).config
     if "--help" in args:
         defaults = with_whole_lines(defaults)
     program, omit = program_name(SCRIPT), (tyro.conf.OmitArgPrefixes,)
@@ -150,33 +172,28 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
             if stop.code and notes:  # the message names the translation of a foreign flag
                 log.error("\n".join(notes))
             raise
-    given, dropped, replaced = frozenset(values) | names_of(args), frozenset[str](), frozenset[str]()
-    if config.parallel.elastic and "layout" not in given:
-        config = with_values(config, {"layout": "auto"})
-    if config.parallel.layout == "auto" and {"layout", "elastic"} & names_of(args):
-        dropped = given & {*LAYOUT_FLAGS} - names_of(args)
-        config = with_values(config, {name: flags()[name].default for name in dropped})
-        if lost := " ".join(as_flag(flag, values[flag]) for flag in LAYOUT_FLAGS if flag in dropped):
-            notes.append(f"--layout auto chooses the layout, without {lost} of --preset {name}; name a flag to keep it")
-    if config.training.recipe == "auto" and "recipe" in names_of(args):
-        replaced = given & {*RECIPE_FLAGS} - names_of(args)
-        config = with_values(config, {name: flags()[name].default for name in replaced})
-        if lost := " ".join(as_flag(flag, values[flag]) for flag in RECIPE_FLAGS if flag in replaced):
-            notes.append(f"--recipe auto chooses the run, without {lost} of --preset {name}; name a flag to keep it")
-    config, branched = branch(config, names_of(args))
-    config, counted = count_iterations(config, names_of(args), lambda: _num_ranks(config, count_ranks))
-    notes += [note for note in (branched, counted) if note]
-    if TRAIN_LENGTH & names_of(args):
-        replaced |= given & TRAIN_LENGTH - names_of(args)
-    given -= dropped | replaced
-    from_preset = {flag for flag, value in preset.values.items() if values[flag] == value} & given - names_of(args)
+    typed = names_of(args)
+    words = {each: value_of(config, each) for each in (*typed, "preset", "hf-config")}
+    stack, lines = Stack((*layers, Layer(COMMAND_LINE, words))), list[str]()
+    if config.parallel.elastic and "layout" not in stack.given:
+        stack = stack.over("--elastic", {"layout": "auto"})
+    if stack.config.parallel.layout == "auto" and {"layout", "elastic"} & typed:
+        stack, lost = stack.freed("--layout auto", LAYOUT_FLAGS)
+        if lost:
+            lines.append(f"--layout auto chooses the layout, without {lost} of {name_source}; name a flag to keep it")
+    if config.training.recipe == "auto" and "recipe" in typed:
+        stack, lost = stack.freed("--recipe auto", RECIPE_FLAGS)
+        if lost:
+            lines.append(f"--recipe auto chooses the run, without {lost} of {name_source}; name a flag to keep it")
+    stack, branched = branch(stack, typed)
+    ranks = functools.cache(lambda: _num_ranks(config, count_ranks))
+    stack, counted = count_iterations(stack, typed, ranks)
+    lines += [branched, counted]
     if config.evaluation.eval_only:
-        config, kept = without_layout(config, name, from_preset, _num_ranks(config, count_ranks))
-        notes += [kept] if kept else []
-    config, changes = give_way(config, name, from_preset, names_of(args))
-    return Command(
-        config=config, args=args, given=given, notes=[*notes, *changes], dropped=dropped, foreign=translated.foreign
-    )
+        stack, kept = without_layout(stack, name_source, ranks())
+        lines.append(kept)
+    stack, changes = give_way(stack, name_source, typed)
+    return Command(stack, args, notes=[*notes, *filter(None, lines), *changes], foreign=translated.foreign)
 
 
 def _further_faults(args: list[str], refused: str, count_ranks: Callable[[], int], find_model: FindModel) -> list[str]:
@@ -207,12 +224,21 @@ def _sources(args: list[str], preset: Mapping[str, Any]) -> tuple[str, list[str]
     return hf_config, [load for load in (preset.get("load", ""), *loads) if load]
 
 
-def _over_preset(found: ModelFlags, preset: Mapping[str, Any], args: list[str]) -> dict[str, Any]:
-    """Return the flags of a config.json and of a preset. See Note [A config.json among the flags]."""
-    tokenizer = {"tokenizer": found.tokenizer} if found.tokenizer else {}
-    if found.source in (_last_value(args, "hf-config"), *_values(args, "load")):
-        return tokenizer | {**preset} | found.values
-    return tokenizer | found.values | {**preset}
+def _layers(preset: Mapping[str, Any], found: ModelFlags | None, args: list[str]) -> tuple[Layer, ...]:
+    """Return the layers below the command line. See Note [A config.json among the flags]."""
+    of_preset, layers = Layer(f"--preset {_last_value(args, 'preset')}", preset), list[Layer]()
+    if found:
+        of_model = Layer(f"the model of {found.source}", found.values)
+        if found.tokenizer:
+            layers.append(Layer(f"the tokenizer of {found.source}", {"tokenizer": found.tokenizer}))
+        named = found.source in (_last_value(args, "hf-config"), *_values(args, "load"))
+        layers += [of_preset, of_model] if named else [of_model, of_preset]
+        layers.append(Layer(of_model.source, {"hf-config": found.source}))
+    else:
+        layers.append(of_preset)
+    asked = _last_value(args, "architecture") or Stack(tuple(layers)).config.model.architecture
+    of_architecture = Layer(f"--architecture {asked}", flags_of(asked).defaults, Standing.IMPLIED)
+    return (of_architecture, *layers)
 
 
 def names_of(args: list[str]) -> frozenset[str]:

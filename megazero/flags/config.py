@@ -178,6 +178,9 @@ class LogConfig:
     verbose: bool = False
     """Print at the start also the contents of plan.txt: memory by kind with its formulas, all options, the
     environment."""
+    show_options: Annotated[bool, Role.KIND_OF_RUN] = False
+    """Print each option that is no default, its value and its source (the preset, the command line, ...), and end.
+    plan.txt has the same table for a run, with derived values."""
     report: bool = True
     """Keep report.html in --log-dir: curves, memory and options in one page. A process of the lowest priority rewrites
     it every 30 seconds or more while the run trains; the last one is written at the end."""
@@ -260,9 +263,7 @@ class Config(StepConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    plan: Annotated[PlanConfig, Usual("predictions", 0), Role.KIND_OF_RUN, Requires("device-type")] = field(
-        default_factory=PlanConfig
-    )
+    plan: PlanConfig = field(default_factory=PlanConfig)
     preset: Annotated[str, Usual("model", 0)] = ""
     """TOML file of flags (without the dashes), or the name of one in scripts/presets. Flags override it; its warm-up,
     decay and saving give way to them."""

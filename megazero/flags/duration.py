@@ -5,13 +5,15 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from megazero.flags.batch_ramp import batch_sizes, data_parallel_size
-from megazero.flags.config import Config
-from megazero.flags.flag_names import flags, with_values
+from megazero.flags.flag_names import flags
 from megazero.flags.limit_checks import out_of_range
+from megazero.flags.stack import Stack
+
+TRAIN_LENGTH = frozenset({"train-iters", "train-tokens"})  # the command line's replaces that of a preset
 
 
-def count_iterations(config: Config, typed: Collection[str], num_ranks: Callable[[], int]) -> tuple[Config, str]:
-    """Return the configuration with the iterations that --train-tokens takes, rounded up, and a line for them.
+def count_iterations(stack: Stack, typed: Collection[str], num_ranks: Callable[[], int]) -> tuple[Stack, str]:
+    """Return the stack with the iterations that --train-tokens takes, rounded up, and a line for them.
 
     The line is empty without --train-tokens, and with a recipe, which counts them for its own batch.
 
@@ -23,15 +25,18 @@ def count_iterations(config: Config, typed: Collection[str], num_ranks: Callable
         ValueError: the command line gives both flags, or stages or a branch, which have a length of their own; or the
             number is out of bounds.
     """
+    config = stack.config
     training, tokens = config.training, config.training.train_tokens
     given = f"--train-tokens {tokens}"
     if {"train-iters", "train-tokens"} <= {*typed}:
         raise ValueError(f"{given} and --train-iters {training.train_iters}: give one of them")
+    if instead := TRAIN_LENGTH & {*typed}:  # of those of a preset
+        stack = stack.over(f"--{min(instead)}", {}, undone=stack.given & TRAIN_LENGTH - {*typed})
     if not tokens or training.recipe == "auto":
-        return config, ""
+        return stack, ""
     _check("train-tokens", tokens, given)
     if "train-iters" in typed:
-        return with_values(config, {"train-tokens": 0}), ""
+        return stack, ""
     for flag, is_set in (("--data-stages", config.data.data_stages), ("--decay-from", config.checkpoint.decay_from)):
         if is_set:
             raise ValueError(f"{given} with {flag}: its samples or iterations are counted; give --train-iters instead")
@@ -48,7 +53,7 @@ def count_iterations(config: Config, typed: Collection[str], num_ranks: Callable
     _check("train-iters", iterations, f"{given}: {iterations} iterations of {batch} samples")
     total = sizes.total(iterations) * seq
     line = f"{given}: {iterations:,} iterations of {batch:,} samples of {seq:,} tokens, rounded up to {total:,} tokens"
-    return with_values(config, {"train-iters": iterations}), line
+    return stack.over("--train-tokens", {"train-iters": iterations}), line
 
 
 def _check(flag: str, value: int, text: str) -> None:

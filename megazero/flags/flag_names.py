@@ -83,16 +83,18 @@ def sections(config: Config) -> list[tuple[str, Any]]:
 
 
 def value_of(config: Config, flag: str) -> Any:
-    return getattr(getattr(config, flags()[flag].group), flag.replace("-", "_"))
+    group = all_flags()[flag].group
+    return getattr(getattr(config, group) if group else config, flag.replace("-", "_"))
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """Return `config` with the values of some flags, given by their names without dashes, replaced."""
     groups: dict[str, dict[str, Any]] = {}
     for flag, value in values.items():
-        groups.setdefault(flags()[flag].group, {})[flag.replace("-", "_")] = value
+        groups.setdefault(all_flags()[flag].group, {})[flag.replace("-", "_")] = value
+    own = groups.pop("", {})
     sections = {group: dataclasses.replace(getattr(config, group), **changes) for group, changes in groups.items()}
-    return dataclasses.replace(config, **sections)
+    return dataclasses.replace(config, **sections, **own)
 
 
 def as_flag(name: str, value: Any) -> str:

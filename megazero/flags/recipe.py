@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from megazero.engine.options.option import Role
 from megazero.flags.config import Config
-from megazero.flags.flag_names import as_flag, flags_with, value_of, with_values
+from megazero.flags.flag_names import as_flag, flags_with, value_of
 
 STEP_LAW = "Step Law, arXiv:2503.04715"
 POWER_LINES = "Power Lines, arXiv:2505.13738"
@@ -85,8 +85,8 @@ def recipe(config: Config, kept: Collection[str], size: ModelSize) -> list[Recip
     samples = choose("global-batch-size", samples, f"0.58 D^0.571 tokens ({STEP_LAW})")
     iterations = choose("train-iters", -(-tokens // (samples * seq)), reason)
     rate_source = f"1.79 N^-0.713 D^0.307 ({STEP_LAW})"
-    if config.optimizer.optimizer == "muon":
-        rate_source += ", with updates as large as AdamW's (arXiv:2502.16982)"
+    if why := config.optimizer.rules.as_adamw:
+        rate_source += f", {why}"
     rate = choose("lr", step_law_rate(n, tokens), rate_source)
     choose("min-lr", min(1e-5, rate), STEP_LAW)
     source = f"the 2,000 of the Step Law, at most the tenth of the run of {POWER_LINES}"
@@ -117,9 +117,11 @@ def _check(config: Config, kept: Collection[str]) -> None:
         if is_set:
             raise ValueError(f"{given} with {flag}: {FROM_INITIAL}; drop one of the two")
     if {"lr", "weight-decay"} - {*kept}:
-        if optimizer.optimizer == "lion":
-            raise ValueError(f"{given} with --optimizer lion: no law is known for it; give --lr and --weight-decay")
-        if optimizer.optimizer == "muon" and optimizer.muon_scale != "moonlight":
+        if optimizer.rules.as_adamw is None:
+            raise ValueError(
+                f"{given} with --optimizer {optimizer.optimizer}: no law is known for it; give --lr and --weight-decay"
+            )
+        if optimizer.muon_scale != "moonlight":  # of --optimizer muon alone
             raise ValueError(
                 f"{given} with --muon-scale {optimizer.muon_scale}: its rates are not AdamW's; use moonlight, or give "
                 "--lr and --weight-decay"
@@ -129,11 +131,6 @@ def _check(config: Config, kept: Collection[str]) -> None:
             f"{given} with --train-iters {config.training.train_iters}: the tokens of the run are open, because they "
             "decide the batch; give --train-tokens instead, or --global-batch-size too"
         )
-
-
-def with_recipe(config: Config, chosen: list[RecipeValue]) -> Config:
-    """Return the configuration of a recipe. It is one without --recipe and --train-tokens."""
-    return with_values(config, {"recipe": "none", "train-tokens": 0, **{each.flag: each.value for each in chosen}})
 
 
 def recipe_words(config: Config, chosen: list[RecipeValue], size: ModelSize) -> str:

@@ -9,7 +9,7 @@ from megazero.files import explain, read_toml
 from megazero.flags.batch_ramp import batch_sizes
 from megazero.flags.branch import SETS
 from megazero.flags.config import Config
-from megazero.flags.flag_names import flags_with, value_of, with_values
+from megazero.flags.flag_names import flags_with, with_values
 from megazero.flags.presets import typed_values
 from megazero.flags.validate import plans, skipped_samples
 
@@ -31,15 +31,15 @@ class DataStage:
     values: dict[str, Any] = field(default_factory=dict)
     tokens: int = 0
 
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Values of flags over those of the command. A stage names corpora in its own way."""
+        named = {*CORPORA} & self.values.keys()
+        return {"data-path": (), "data-args-path": "", **self.values} if named else self.values
+
     def over(self, config: Config) -> Config:
         """Return the options of a command in this stage."""
-        named = [flag for flag in CORPORA if flag in self.values]
-        empty = {"data-path": (), "data-args-path": ""} if named else {}  # a stage names corpora in its own way
-        return with_values(config, empty | self.values)
-
-    def undone(self, config: Config, command: Config) -> Config:
-        """Return `config`, which is of this stage, with the command's values of the flags that the stage changes."""
-        return with_values(config, {name: value_of(command, name) for name in (*CORPORA, *self.values)})
+        return with_values(config, self.changes)
 
     def holds(self, sample: int) -> bool:
         return self.first <= sample and (self.stop is None or sample < self.stop)

@@ -14,10 +14,11 @@ from typing import Any
 
 from megazero.engine.options.option import Requires, RequiresAny, Role, Written
 from megazero.files import explain, refuse_in_checkpoint
-from megazero.flags.config import CheckpointConfig, Config, PlanConfig
+from megazero.flags.config import Config, PlanConfig
 from megazero.flags.corpus_flags import document_flags
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, sections, value_of, with_values
 from megazero.flags.limit_checks import check_text, out_of_range, shorten
+from megazero.flags.rules import RULES
 from megazero.flags.validate_model import check_model
 
 FLASH_WIDTH, FLASH_STEP = 256, 8  # of attention heads: the largest, and the divisor of all that FlashAttention takes
@@ -38,9 +39,9 @@ def check_values(config: Config) -> None:
     sound, found = with_values(config, {name: flags()[name].default for name in faults}), [*faults.values()]
     checks: list[Callable[[Config], object]] = [
         *(lambda c: elastic_nodes(c.parallel.elastic), check_model, _check_needs, _check_wandb),
-        *(_check_precision_and_zero, _check_learning_rate),
+        *(_check_precision_and_zero, _check_learning_rate, _check_rules),
         *([] if searches(config) else [_check_layout]),  # the flags that it needs may be chosen yet
-        *(_check_saving, _check_profile, lambda c: _check_plan(c.plan, c.parallel.layout == "auto"), _check_data),
+        *(_check_saving, lambda c: _check_plan(c.plan, c.parallel.layout == "auto"), _check_data),
     ]
     for check in checks:
         try:
@@ -92,6 +93,12 @@ def elastic_nodes(text: str) -> range:
     return range(least, most + 1)
 
 
+def _check_rules(config: Config) -> None:
+    kept = [rule.refusal(config) for rule in RULES if not (rule.of_layout and searches(config))]
+    if found := [refusal for refusal in kept if refusal]:
+        raise ValueError("\n".join(found))
+
+
 def _check_needs(config: Config) -> None:
     """Refuse flags without those that they need."""
     found = []
@@ -140,8 +147,6 @@ def lacks_needed(config: Config, name: str) -> bool:
 def _check_precision_and_zero(config: Config) -> None:
     zero, training = config.zero, config.training
     precision, grad_dtype = training.precision, training.grad_dtype
-    if precision == "fp64" and grad_dtype not in ("fp32", "fp64"):  # fp32 is the default, which stands for fp64 here
-        raise ValueError(f"--grad-dtype {grad_dtype}: with --precision fp64, gradients are fp64 too; drop it")
     if grad_dtype == "fp64" and precision != "fp64":
         raise ValueError(f"--grad-dtype fp64 needs --precision fp64, and that is {precision}; use fp32, or change both")
     if precision == "fp64" and training.fused_kernels == "triton":
@@ -180,31 +185,10 @@ def _check_learning_rate(config: Config) -> None:
             f"--rampup-batch-size {' '.join(map(str, ramp))}: give three numbers of at least 1, START INCREMENT "
             "SAMPLES, such as 32 32 100000"
         )
-    if optimizer.min_lr > optimizer.lr:
-        raise ValueError(f"--min-lr {optimizer.min_lr} is more than --lr {optimizer.lr}; lower it")
     if optimizer.lr * optimizer.weight_decay > 1:
         raise ValueError(
             f"--weight-decay {optimizer.weight_decay} x --lr {optimizer.lr} is more than 1, so that an update would "
             "change the sign of weights; lower one of them"
-        )
-    last, warmup = config.decay_end, optimizer.lr_warmup_iters
-    total = f"--lr-decay-iters {last} (by default --train-iters)"
-    if optimizer.lr_decay_style != "constant" and warmup >= last:
-        raise ValueError(
-            f"--lr-warmup-iters {warmup} is not less than {total}, so that nothing is left to decay; "
-            f"use a --lr-warmup-iters of {last // 10}, or decay longer"
-        )
-    wsd, decay = optimizer.lr_decay_style == "wsd", optimizer.lr_wsd_decay_iters
-    if wsd != (decay > 0):
-        raise ValueError(
-            f"--lr-wsd-decay-iters {decay} and --lr-decay-style {optimizer.lr_decay_style}: wsd, and no other style, "
-            f"decays in the last --lr-wsd-decay-iters; give both, such as --lr-wsd-decay-iters {max(1, last // 10)}, "
-            "or neither"
-        )
-    if wsd and warmup + decay > last:
-        raise ValueError(
-            f"--lr-warmup-iters {warmup} and --lr-wsd-decay-iters {decay} together are more than {total}; lower one of "
-            "them"
         )
 
 
@@ -217,13 +201,7 @@ def _check_layout(config: Config) -> None:
                 f"--zero-{flag}-every step needs --zero-stage {stage} or higher; raise it, or drop this flag"
             )
     tp, sequence = config.parallel.tensor_model_parallel_size, config.parallel.sequence_parallel
-    partitions = config.activations.partition_activations
-    for flag, given in (("partition-activations", partitions), ("sequence-parallel", sequence)):
-        if given and tp == 1:
-            raise ValueError(
-                f"--{flag} needs a --tensor-model-parallel-size of at least 2; raise it, or drop this flag"
-            )
-    if partitions and sequence:
+    if config.activations.partition_activations and sequence:
         raise ValueError(
             "--partition-activations with --sequence-parallel: each tensor-parallel rank already has only a part of a "
             "block's input; drop one of them"
@@ -238,12 +216,7 @@ def _check_layout(config: Config) -> None:
 
 
 def _check_saving(config: Config) -> None:
-    checkpoint, minutes = config.checkpoint, config.checkpoint.save_interval_minutes
-    if checkpoint.save_interval and minutes not in (0.0, CheckpointConfig().save_interval_minutes):
-        raise ValueError(
-            f"--save-interval-minutes {minutes:g} with --save-interval {checkpoint.save_interval}: checkpoints are "
-            "saved by time or by iterations; give one of them"
-        )
+    checkpoint = config.checkpoint
     folders = {"save": checkpoint.save, "save-hf": checkpoint.save_hf, "log-dir": config.log.log_dir}
     folders["tensorboard-dir"] = config.log.tensorboard_dir
     folders["memory-checkpoint-dir"] = checkpoint.memory_checkpoint_dir
@@ -282,12 +255,6 @@ def _check_data(config: Config) -> None:
     for flag in document_flags(data):
         if not (data.tokenizer or data.data_path or data.data_args_path):
             raise ValueError(f"{flag} needs --tokenizer, because it looks for the end-of-document token")
-    for name in ("data-path", "data-args-path"):
-        if data.mock_data and (corpora := value_of(config, name)):
-            raise ValueError(
-                f"--mock-data with {shorten(as_flag(name, corpora))}: the data is made up or comes from corpora; drop "
-                "one of them"
-            )
     if data.mock_data and data.packing != "split":
         raise ValueError(
             f"--packing {data.packing} with --mock-data: made-up tokens have no documents to pack; drop one of them"
@@ -386,30 +353,6 @@ def _check_flash_heads(config: Config) -> None:
         raise ValueError(
             f"{flag} with heads of width {width} in {config.training.precision} on a GPU: FlashAttention needs "
             f"a multiple of {FLASH_STEP}, at most {FLASH_WIDTH}; use {use}, or --precision fp32"
-        )
-
-
-def iteration_range(text: str) -> tuple[int, int]:
-    """Return the first and the last iteration that --profile-iterations traces.
-
-    Raises:
-        ValueError: it is not A:B with 1 <= A <= B.
-    """
-    first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise ValueError(
-            f"--profile-iterations {text}: must be A:B, the first and the last iteration to trace, counted from 1, "
-            "such as 10:12"
-        )
-    return int(first), int(last)
-
-
-def _check_profile(config: Config) -> None:
-    text, iterations = config.log.profile_iterations, config.training.train_iters
-    if text and (last := iteration_range(text)[1]) > iterations:
-        raise ValueError(
-            f"--profile-iterations {text}: iteration {last} is not reached, because --train-iters is {iterations}; end "
-            "the range earlier, or train longer"
         )
 
 

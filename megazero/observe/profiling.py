@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megazero.engine.step.engine import Engine
 from megazero.flags.config import Config
-from megazero.flags.validate import iteration_range
+from megazero.flags.rules import iteration_range
 from megazero.log import log
 from megazero.observe import stragglers
 from megazero.observe.bubble import BubbleMeter

@@ -131,10 +131,10 @@ def _update_warnings(config: Config) -> list[str]:
         )
     traits, unrotated = model.traits, model.rotary_dim < model.head_dim or "N" in model.layer_pattern
     shifts = (model.add_qkv_bias or "qkv" in traits.biases) and not (traits.sinks or model.attention_softcap)
-    if config.optimizer.optimizer == "lion" and shifts and (unrotated or traits.learned_positions):
+    if config.optimizer.rules.others.takes_sign and shifts and (unrotated or traits.learned_positions):
         found.append(
-            "--optimizer lion: no loss depends on the biases of keys that are not rotated; their gradients are "
-            "rounding, whose sign Lion takes, so these biases differ between layouts"
+            f"--optimizer {config.optimizer.optimizer}: no loss depends on the biases of keys that are not rotated; "
+            "their gradients are rounding, whose sign it takes, so these biases differ between layouts"
         )
     return found if config.trains else []
 
@@ -290,11 +290,18 @@ def large_vocabulary(config: Config, num_ids: int) -> str:
 
 
 def details(
-    config: Config, layout: Layout, machine: Machine, hosts: Sequence[str], environment: Mapping[str, str], notes: str
+    config: Config,
+    layout: Layout,
+    machine: Machine,
+    hosts: Sequence[str],
+    environment: Mapping[str, str],
+    notes: str,
+    sources: str,
 ) -> str:
     """Return the rest: bytes by kind and their formulas, all options, the environment.
 
     Args:
+        sources: the table of `Stack.table`.
         hosts: of all ranks.
         notes: further lines, on the choice of kernels.
     """
@@ -308,6 +315,7 @@ def details(
         notes,
         "\n  ".join(["environment", f"{versions}, {platform.platform()}", *variables]),
         "\n  ".join(["hosts", *(f"{host}: ranks {', '.join(ranges(here))}" for host, here in ranks.items())]),
+        "\n  ".join(["options that are no defaults, and their sources", *sources.splitlines()]),
         "all options, with derived values filled in\n" + to_toml(config),
     ]
     return "\n\n".join(filter(None, parts))

@@ -163,15 +163,15 @@ def _part(question: Question, numbers: list[int]) -> dict[int, Chosen] | str:
         return str(error)
 
 
-def resuming(config: Config) -> Config:
-    """Return the options of a start of an elastic run.
+def resuming(config: Config) -> dict[str, Any]:
+    """Return the flags that a start of an elastic run changes.
 
     Without --load, and once it has saved a checkpoint after its first generation began, it resumes from --save. Until
     then every generation obeys --load and --finetune as any run.
     """
     options = config.checkpoint
     if not config.parallel.elastic:
-        return config
+        return {}
     if options.load and (generation() == 0 or save_mark(options.save) == mark_before()):
-        return config
-    return replace(config, checkpoint=replace(options, load=options.save, finetune=False))
+        return {}
+    return {"load": options.save, "finetune": False}

@@ -99,7 +99,7 @@ class Tolerance(NamedTuple):
         clip = min([1.0, *(optimizer.clip_grad / step.norm for step in steps if optimizer.clip_grad and step.norm)])
         least = np.min([np.abs(each) for each in gradients], axis=0) * clip
         wrong = self.relative * scale * clip
-        if rule.name == "lion":
+        if rule.takes_sign:
             found: Array = np.where(least <= wrong, 2.0, self.relative)
         else:
             found = np.minimum(2.0, 2 * wrong / (least + optimizer.adam_eps))

@@ -56,6 +56,7 @@ class UpdateRule(NamedTuple):
         whole_matrices: each matrix is updated by one data-parallel rank: owned ranges begin and end between matrices.
         copies: buffers that an update allocates, each as large as the weights.
         averages: updates between two changes of the running average of the weights; 0: it is not kept.
+        takes_sign: an update is a sign, so that rounding noise around 0 decides it.
     """
 
     name: str
@@ -63,6 +64,7 @@ class UpdateRule(NamedTuple):
     whole_matrices: bool = False
     copies: int = 0
     averages: int = 0
+    takes_sign: bool = False
 
     @property
     def kept(self) -> tuple[State, ...]:
@@ -114,12 +116,14 @@ class Optimizer(NamedTuple):
         others: rule of tables, head, norms, biases and routers.
         moments: precision of the states of weights in whole blocks; fp32: that of master weights.
         master_weights: fp32, or split: the bf16 compute weights have their upper bits.
+        as_adamw: source by which AdamW's laws of the learning rate and its decay hold; None: none is known.
     """
 
     matrices: UpdateRule
     others: UpdateRule
     moments: str = "fp32"
     master_weights: str = "fp32"
+    as_adamw: str | None = None
 
     @property
     def rules(self) -> tuple[UpdateRule, ...]:
@@ -158,6 +162,10 @@ class Optimizer(NamedTuple):
 
 
 ADAMW = UpdateRule("adamw", (State("exp_avg"), State("exp_avg_sq", positive=True)))
-LION = UpdateRule("lion", (State("direction"),), copies=1)
+LION = UpdateRule("lion", (State("direction"),), copies=1, takes_sign=True)
 MUON = UpdateRule("muon", (State("momentum"),), whole_matrices=True)
-OPTIMIZERS = {"adamw": Optimizer(ADAMW, ADAMW), "lion": Optimizer(LION, LION), "muon": Optimizer(MUON, ADAMW)}
+OPTIMIZERS = {
+    "adamw": Optimizer(ADAMW, ADAMW, as_adamw=""),
+    "lion": Optimizer(LION, LION),
+    "muon": Optimizer(MUON, ADAMW, as_adamw="with updates as large as AdamW's (arXiv:2502.16982)"),
+}

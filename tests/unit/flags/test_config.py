@@ -67,7 +67,7 @@ COMING: set[str] = set()
 # 181: --decay-from and --decay-iters.
 # 188: --activation, --stats-interval.
 # 191: --tasks, --task-interval and --task-limit.
-NUM_OPTIONS = 191
+NUM_OPTIONS = 192
 OWN = ("preset", "hf_config")  # flags of the parser, which no group has
 
 DEFAULTS = {

@@ -302,13 +302,16 @@ def test_only_options_that_differ_are_listed() -> None:
 def test_plan_txt_has_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--preset", "tiny", "--log-dir", str(tmp_path / "log")]
     config, layout = resolve(parse(flags), 4, 257, declare)
-    text = details(config, layout, machine(4, "cpu"), ["a", "a", "b", "b"], {"OMP_NUM_THREADS": "3"}, "a note")
+    text = details(
+        config, layout, machine(4, "cpu"), ["a", "a", "b", "b"], {"OMP_NUM_THREADS": "3"}, "a note", "--lr 2  a preset"
+    )
     hand_out(config, ["the screen"], text)
     said = capsys.readouterr().out
     assert said.startswith("more ") and "plan.txt" in said and len(said.splitlines()) == 1
     written = (tmp_path / "log" / "plan.txt").read_text()
     assert written.startswith("the screen\n\nestimated bytes of rank 0")
-    for words in ("a note", "OMP_NUM_THREADS=3", "a: ranks 0-1", "b: ranks 2-3", "\nadam-beta2 = 0.95\n"):
+    parts = ("a note", "OMP_NUM_THREADS=3", "a: ranks 0-1", "b: ranks 2-3", "\nadam-beta2 = 0.95\n")
+    for words in (*parts, "\n  --lr 2  a preset\n"):
         assert words in written
     assert f"torch {torch.__version__}, numpy {numpy.__version__}, " in written
     assert re.search(r"global-batch-size = 16\b", written)

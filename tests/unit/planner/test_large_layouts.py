@@ -159,7 +159,7 @@ def test_a_pipeline_of_twelve_stages() -> None:
 def test_hosts_of_several_nodes_are_named_with_their_ranks() -> None:
     config, layout = resolved(f"--num-layers 2 {MODEL}", 7)
     node = Machine(range(0, 3), "cpu", None, Available(10**10, "of host memory"))
-    text = details(config, layout, node, ["a", "a", "a", "b", "b", "b", "c"], {}, "")
+    text = details(config, layout, node, ["a", "a", "a", "b", "b", "b", "c"], {}, "", "")
     assert "hosts\n  a: ranks 0-2\n  b: ranks 3-5\n  c: ranks 6\n" in text
     mesh = pretend_mesh(layout, 0, torch.device("cpu"), True)
     mesh.world.hosts = ["a", "a", "a", "b", "b", "b", "c"]
