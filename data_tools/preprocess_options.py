@@ -32,9 +32,9 @@ class Options:
 
     input: tuple[str, ...]
     """JSON lines, one object per document (.jsonl, .json, .ndjson, .jl); text, one file per document (.txt, .md);
-    either may be .gz, .zst, .bz2 or .xz; .parquet; .arrow; folders (texts only if there are no rows) and globs of
-    these; - for JSON lines from standard input; datasets:NAME[:SPLIT] for a data set of the `datasets` library: a
-    folder of save_to_disk, a folder of data files, or one of the hub."""
+    .csv or .tsv with a header; each may be .gz, .zst, .bz2 or .xz; .parquet; .arrow; folders (texts only if there are
+    no rows) and globs of these; - for JSON lines from standard input; datasets:NAME[:SPLIT] for a data set of the
+    `datasets` library: a folder of save_to_disk, a folder of data files, or one of the hub."""
     output_prefix: str
     """Writes P_KEY_document.bin, .idx and .json for each of --json-keys, and the tokenizer into P_tokenizer; with loss
     masks also .mask."""

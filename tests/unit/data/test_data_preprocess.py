@@ -309,15 +309,15 @@ def test_arguments_are_checked_before_anything_is_written(tmp_path: Path, lines:
             run(tmp_path, *inputs, more=more)
         assert not (tmp_path / "out").exists()
 
-    missing, odd, text = tmp_path / "missing.jsonl", tmp_path / "a.csv", tmp_path / "a.txt"
+    missing, odd, text = tmp_path / "missing.jsonl", tmp_path / "a.xls", tmp_path / "a.txt"
     odd.touch()
     text.write_text("x")
     link = tmp_path / "link.jsonl"
     os.symlink(lines, link)
     refused(f"--input {missing}: No such file", lines, missing)
-    refused(f"--input {odd}: unknown kind .*, for CSV, its folder: --input datasets:{tmp_path}$", odd)
+    refused(f"--input {odd}: unknown kind .*; or give --input-format$", odd)
     (tmp_path / "tables").mkdir()
-    refused(f"a folder without a file .*, for CSV, --input datasets:{tmp_path}/tables$", tmp_path / "tables")
+    refused("a folder without a file .*; name files, or give --input-format", tmp_path / "tables")
     refused(r"--input \('a\\x00b',\): contains a null character", Path("a\0b"))
     refused(f"--input {link}: .* is the same file as {lines}", lines, link)
     refused("--workers -1: give 1 to", lines, more=("--workers", "-1"))
