@@ -279,6 +279,27 @@ def test_a_chat_template_that_is_no_text(tmp_path: Path, template: Any) -> None:
         chat.ChatTemplate(str(tokenizer))
 
 
+LOOPS = "{% for a in range(9999) %}{% for b in range(9999) %}BODY{% endfor %}{% endfor %}"
+
+
+@for_each(
+    "template",
+    [
+        LOOPS.replace("BODY", "x"),
+        MARKED + LOOPS.replace("BODY", LOOPS.replace("BODY", "")),
+        "{% set s = 'x' * 9999 %}{% for a in s %}{% for b in s %}{% for c in s %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+        "{{ 9 ** (9 ** 9) }}",
+    ],
+)
+def test_a_chat_template_without_end_is_refused(tmp_path: Path, template: str, monkeypatch) -> None:
+    monkeypatch.setattr(chat, "RENDERING_CPU_SECONDS", 0.1)
+    tokenizer = write_chat_tokenizer(tmp_path / "tokenizer", template)
+    with pytest.raises(ValueError, match=r"takes more than 0\.1 s of CPU time for a conversation of 5 messages;"):
+        preprocess(tmp_path, [{"messages": TALK}], tokenizer, "--mask-from", "chat", "--on-bad-line", "skip")
+    assert not list(tmp_path.glob("p*"))
+
+
 def test_targets_do_not_depend_on_the_mask_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of its versions, such as 5.17, mark the messages of the user that follow an answer."""
     from transformers import PreTrainedTokenizerBase
