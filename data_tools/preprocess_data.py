@@ -25,7 +25,7 @@ from data_tools.encoding import (
     sample_texts,
     trust_gigatoken,
 )
-from data_tools.finished import record_of, refuse_other
+from data_tools.finished import record_of, refuse_files_of_others, refuse_other
 from data_tools.journal import Skipped, WorkFolder
 from data_tools.megatron import our_words
 from data_tools.next_step import to_merge, to_train
@@ -292,6 +292,8 @@ def preprocess(options: Options) -> list[Corpus]:
     record = record_of(whole, settings)
     work = WorkFolder(prefix, {inputs: [source.identity() for source in sources], **settings})
     try:
+        if not (work.state or {}).get("published"):
+            refuse_files_of_others(prefix)
         if work.state is None and not options.overwrite:
             _guard_finished(options, whole, prefix, record)
         try:
