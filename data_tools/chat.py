@@ -138,6 +138,14 @@ class ChatTemplate:
             mask |= (stop > begin) & (first < end)
         return Conversation(np.array(found["input_ids"], np.int64), mask)
 
+    def writes(self, beginning: Sequence[int]) -> bool:
+        """Return whether a conversation begins with these ids. TemplateUnsuitable as `encode`."""
+        try:
+            found = self.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        except Malformed:  # it accepts other conversations alone
+            return False
+        return found.ids[: len(beginning)].tolist() == list(beginning)
+
     def _apply(self, messages: Messages, template: str, **options: Any) -> Any:
         fault = (
             f"--mask-from chat: the chat template of --tokenizer {self.spec} takes more than {RENDERING_CPU_SECONDS:g} "

@@ -116,6 +116,13 @@ class Run:
             if self.tokenizer.bos:
                 names = self.tokenizer.shown(*self.tokenizer.bos)
                 print(f"each document begins with {names}; --no-prepend-bos leaves it out", file=sys.stderr)
+            elif (own := self.tokenizer.own_bos) and self.selection.chat and not self.options.no_prepend_bos:
+                names = self.tokenizer.shown(*own)
+                print(
+                    f"conversations begin without {names}, which the chat template does not write; --prepend-bos adds "
+                    "it",
+                    file=sys.stderr,
+                )
             if state:
                 print(f"resuming after {done.text_bytes / 1e6:,.0f} MB of text, in {self.work.path}", file=sys.stderr)
             bar = stack.enter_context(progress_bar("tokenizing", size_of(self.sources)))

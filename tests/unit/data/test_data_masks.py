@@ -154,16 +154,24 @@ def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @for_each("template", [MARKED, CHATML, "{{ bos_token }}" + MARKED, "{{ bos_token }}" + CHATML])
-def test_a_conversation_begins_once(tmp_path: Path, template: str) -> None:
-    """A template may write the beginning of a text itself. It is no target, in texts of several keys neither."""
+@for_each("flag", [None, "--prepend-bos", "--no-prepend-bos"])
+def test_a_conversation_begins_once(tmp_path: Path, template: str, flag: str | None, capsys) -> None:
+    """As the template writes it, unless a flag adds it. It is no target, in texts of several keys neither."""
     special = ["<s>", "<|im_start|>", "<|im_end|>"]
     settings = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
     theirs = write_byte_tokenizer(
         tmp_path / "t", special, begins=["<s>"], tokenizer_config=settings, chat_template=template
     )
-    prefix = preprocess(tmp_path, [{"messages": TALK[3:]}], theirs, "--mask-from", "chat")
+    flags = ["--mask-from", "chat", *([flag] if flag else [])]
+    prefix = preprocess(tmp_path, [{"messages": TALK[3:]}], theirs, *flags)
     (found,) = marked(f"{prefix}_messages_document", theirs)
-    assert found.startswith(f"<s><|im_start|>user\nwhy<|im_end|>\n{ANSWER}[so<|im_end|>")
+    begins = "bos_token" in template or flag == "--prepend-bos"
+    assert found.startswith(f"{'<s>' if begins else ''}<|im_start|>user\nwhy<|im_end|>\n{ANSWER}[so<|im_end|>")
+    noted = "conversations begin without '<s>' (256), which the chat template does not write" in capsys.readouterr().err
+    assert noted == (not begins and flag is None)
+    copy, about = load_tokenizer(f"{prefix}_tokenizer"), read_about(IndexedDataset(f"{prefix}_messages_document"))
+    recorded = [256] if begins and flag != "--no-prepend-bos" else []
+    assert list(copy.bos) == recorded == (about["bos"] or [])
     prefix = preprocess(tmp_path / "keys", [{"q": "x", "a": "y"}], theirs, "--json-keys", "q:1", "a:0")
     assert marked(f"{prefix}_q_a_document", theirs) == ["<s>[x]y"]
 
