@@ -279,7 +279,8 @@ REFUSED = [
     ("--num-experts 8 --moe-layer-freq []", "; give letters, such as DE"),
     ("--num-experts 8 --moe-layer-freq [True]*2**9", "; give letters, such as DE"),
     ("--window-size 8,4", "--window-size takes a whole number"),
-    ("--swiglu", "--swiglu: --swiglu without --normalization RMSNorm"),
+    ("--swiglu", "--swiglu: without --normalization RMSNorm --pos"),
+    ("--swiglu --disable-bias-linear", "--swiglu: with --disable-bias-linear, without --normalization RMSNorm --pos"),
     (f"--architecture gpt2 {LLAMA}", "does not go with --architecture gpt2"),
     ("--architecture llama --normalization LayerNorm", "does not go with --architecture llama"),
     ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "recomputes every layer"),
@@ -716,7 +717,8 @@ JSON = "--deepspeed FILE"  # of the values in the second column
         ("--fp16 --use-flash-attn", None,
          f"{MEGATRON}, --initial-loss-scale 2^16 (2^32 there), --grad-dtype fp32 (fp16 there)"),
         ("--use-flash-attn --bf16 --attention-dropout 0 --hidden-dropout 0.1 --lr-decay-style cosine "
-         "--eval-interval 1 --eval-iters 2 --log-interval 100", None, "not given, and different in Megatron-LM: --num-workers 1 (2 there)"),
+         "--eval-interval 1 --eval-iters 2 --log-interval 100", None,
+         "not given, and different in Megatron-LM: --num-workers 1 (2 there)"),
         ("--use-flash-attn --preset PRESET", None, MEGATRON.replace(f"{DROPOUTS}, ", "")),
         ("--architecture llama --tp 1", None, f"{MEGATRON}, --untie-embeddings yes (no there), "
             "--norm-epsilon 1e-06 (1e-05 there)"),
