@@ -10,6 +10,7 @@ part. Without a GPU some parts run at a tiny size. `bash scripts/gpu_check.sh` i
 
 import concurrent.futures
 import datetime
+import itertools
 import math
 import os
 import platform
@@ -203,9 +204,7 @@ class Check:
 
     def run(self) -> int:
         """Return 1 if a part failed."""
-        together = [part for part in self.parts if part.together]
-        alone = [part for part in self.parts if not part.together]
-        first, rest = (alone[:1], alone[1:]) if together and alone else ([], alone)
+        first, together, rest = in_order(self.parts)
         for part in first:  # torch is in the page cache then
             self.take(part)
         if self.machine.gpus and not self.machine.tiny:
@@ -223,13 +222,21 @@ class Check:
         return 1 if failed else 0
 
 
+def in_order(parts: Sequence[Part]) -> tuple[list[Part], list[Part], list[Part]]:
+    """Return the part that comes before those that run together, these, and the others, each of which runs alone."""
+    together = [part for part in parts if part.together]
+    alone = [part for part in parts if not part.together]
+    count = 1 if together else 0
+    return alone[:count], together, alone[count:]
+
+
 def description() -> str:
     """Return the text of --help: how it works, and the parts in order."""
     lines = []
-    for part in sorted(PARTS, key=lambda part: not part.together):
+    for part in itertools.chain(*in_order(PARTS)):
         needs = f", {part.gpus} GPUs" if part.gpus > 1 else ""
         lines.append(f"- {part.title} (about {part.expected:.0f} s{needs}): {part.asks}")
-    return f"{__doc__}\nParts, those together first:\n\n" + "\n".join(lines)
+    return f"{__doc__}\nParts, in order:\n\n" + "\n".join(lines)
 
 
 def main(o: Options) -> int:

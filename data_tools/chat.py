@@ -6,9 +6,12 @@ A conversation is a list of messages, {"role": ..., "content": ...}; the targets
 import functools
 import hashlib
 import re
+import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +22,7 @@ from megazero.data.tokenizer import PROBE, FastTokenizer, load_tokenizer
 from megazero.data.tokenizer.backends import TransformersTokenizer
 from megazero.files import first_line
 from megazero.optional import load_optional
+from megazero.units import things
 
 Messages = list[dict[str, Any]]
 # transformers' tags around the assistant's part of a template. Calls of a macro in their place put a mark at each end
@@ -35,8 +39,12 @@ FIXED_DATE = (
 )
 
 
+# Loops in loops of a template can be endless for any purpose; a conversation takes milliseconds.
+RENDERING_CPU_SECONDS = 10.0
+
+
 class TemplateUnsuitable(ValueError):
-    """A chat template in which the assistant's tokens cannot be found."""
+    """A chat template that does not end, or in which the assistant's tokens cannot be found."""
 
 
 class Conversation(NamedTuple):
@@ -130,10 +138,23 @@ class ChatTemplate:
             mask |= (stop > begin) & (first < end)
         return Conversation(np.array(found["input_ids"], np.int64), mask)
 
+    def writes(self, beginning: Sequence[int]) -> bool:
+        """Return whether a conversation begins with these ids. TemplateUnsuitable as `encode`."""
+        try:
+            found = self.encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        except Malformed:  # it accepts other conversations alone
+            return False
+        return found.ids[: len(beginning)].tolist() == list(beginning)
+
     def _apply(self, messages: Messages, template: str, **options: Any) -> Any:
-        return self._backend.apply_chat_template(
-            messages, chat_template=template, date_string=DATE, tokenize=False, **options
+        fault = (
+            f"--mask-from chat: the chat template of --tokenizer {self.spec} takes more than {RENDERING_CPU_SECONDS:g} "
+            f"s of CPU time for a conversation of {things(len(messages), 'message')}; correct its loops"
         )
+        with _ending_after(RENDERING_CPU_SECONDS, TemplateUnsuitable(fault)):
+            return self._backend.apply_chat_template(
+                messages, chat_template=template, date_string=DATE, tokenize=False, **options
+            )
 
     def _marked_spans(self, messages: Messages, whole: str) -> list[tuple[int, int]]:
         """Return the characters in a rendered conversation that {% generation %} is around."""
@@ -162,6 +183,25 @@ class ChatTemplate:
                 f"found; put {{% generation %}} and {{% endgeneration %}} around them in the template"
             )
         return len(before), len(after)
+
+
+@contextmanager
+def _ending_after(seconds: float, error: Exception) -> Iterator[None]:
+    """Raise `error` in the block once the process has computed for `seconds`. For the main thread.
+
+    Counted is time on a CPU, not the clock's, so that a busy machine ends nothing.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @functools.cache

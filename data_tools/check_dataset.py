@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data_tools.tool import parse, progress_bar, run_tool
 from megazero.data.about import read_about, verify
 from megazero.data.indexed import CHUNK, IndexedDataset
-from megazero.data.tokenizer import load_tokenizer
+from megazero.data.tokenizer import differing_tokens, load_tokenizer
 from megazero.units import things
 
 PROGRAM = "check_dataset.py"
@@ -43,6 +43,8 @@ def check(prefix: str, tokenizer: str = "") -> str:
         vocab_size = loaded.vocab_size
         made_by = about.get("tokenizer_hash", loaded.identity)
         if made_by != loaded.identity:
+            if difference := differing_tokens(loaded, made_by):
+                raise ValueError(f"--input {prefix} {difference}")
             raise ValueError(
                 f"--input {prefix} was made with another tokenizer than --tokenizer {tokenizer}: "
                 f"{about.get('tokenizer', 'unknown')}; name that one"

@@ -1,11 +1,16 @@
 """Finished outputs: a record of the options that made them, so that other options do not replace them by accident."""
 
+import glob
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from data_tools.sources import Source
+from megazero.files import read_json_object
 
 
 def record_of(sources: Sequence[Source], options: Mapping[str, Any]) -> dict[str, str]:
@@ -41,3 +46,32 @@ def refuse_other(output: str, found: Any, record: Mapping[str, str], sources: Se
             return
         reason = f"it was made with other {', '.join(other)}"
     raise ValueError(f"{output} exists, and {reason}; name another output, or add --overwrite to replace it")
+
+
+def refuse_files_of_others(prefix: str, copied: Path | None = None) -> None:
+    """Raise ValueError if PREFIX_tokenizer or PREFIX_skipped.txt exists, and no description of a corpus names it.
+
+    copied: the folder that becomes PREFIX_tokenizer; its equal, which a killed run leaves, may exist.
+    """
+    folder, skipped = Path(f"{prefix}_tokenizer"), Path(f"{prefix}_skipped.txt")
+    abouts = list[dict[str, Any]]()
+    saved = set[str]()
+    for name in glob.glob(f"{glob.escape(prefix)}*.json"):
+        with suppress(OSError, ValueError):  # a file of others, or a damaged one
+            abouts.append(read_json_object(name))
+            spec = str(abouts[-1].get("saved_tokenizer"))
+            saved |= {spec, *re.split("[:/]", spec)}
+    same = copied is not None and _files_of(copied) == _files_of(folder)
+    for path, ours in (
+        (folder, (folder.name in saved or same) and folder.is_dir() and not folder.is_symlink()),
+        (skipped, any(about.get("skipped_lines") for about in abouts)),
+    ):
+        if (path.exists() or path.is_symlink()) and not ours:
+            raise ValueError(
+                f"--output-prefix {prefix}: {path} exists, and no {prefix}...json says that it belongs to a corpus; "
+                f"move it, or name another output"
+            )
+
+
+def _files_of(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -12,7 +12,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data_tools.finished import digest
+from data_tools.finished import digest, refuse_files_of_others
 from data_tools.tool import parse, progress_bar, run_tool
 from megazero.data.about import read_about, verify
 from megazero.data.indexed import CHUNK, IndexedDataset
@@ -143,6 +143,7 @@ def _copy_tokenizer(about: dict[str, Any], part: str, output_prefix: str) -> Non
     folder, *file = Path(path).parts
     if (Path(part).parent / folder).is_dir():
         base = Path(output_prefix.removesuffix(f"_{about.get('key')}_document"))
+        refuse_files_of_others(str(base), copied=Path(part).parent / folder)
         base.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(Path(part).parent / folder, f"{base}_tokenizer", dirs_exist_ok=True)
         about["saved_tokenizer"] = f"{kind}{colon}{Path(f'{base.name}_tokenizer', *file)}"

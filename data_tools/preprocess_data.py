@@ -25,7 +25,7 @@ from data_tools.encoding import (
     sample_texts,
     trust_gigatoken,
 )
-from data_tools.finished import record_of, refuse_other
+from data_tools.finished import record_of, refuse_files_of_others, refuse_other
 from data_tools.journal import Skipped, WorkFolder
 from data_tools.megatron import our_words
 from data_tools.next_step import to_merge, to_train
@@ -116,6 +116,13 @@ class Run:
             if self.tokenizer.bos:
                 names = self.tokenizer.shown(*self.tokenizer.bos)
                 print(f"each document begins with {names}; --no-prepend-bos leaves it out", file=sys.stderr)
+            elif (own := self.tokenizer.own_bos) and self.selection.chat and not self.options.no_prepend_bos:
+                names = self.tokenizer.shown(*own)
+                print(
+                    f"conversations begin without {names}, which the chat template does not write; --prepend-bos adds "
+                    "it",
+                    file=sys.stderr,
+                )
             if state:
                 print(f"resuming after {done.text_bytes / 1e6:,.0f} MB of text, in {self.work.path}", file=sys.stderr)
             bar = stack.enter_context(progress_bar("tokenizing", size_of(self.sources)))
@@ -292,6 +299,8 @@ def preprocess(options: Options) -> list[Corpus]:
     record = record_of(whole, settings)
     work = WorkFolder(prefix, {inputs: [source.identity() for source in sources], **settings})
     try:
+        if not (work.state or {}).get("published"):
+            refuse_files_of_others(prefix)
         if work.state is None and not options.overwrite:
             _guard_finished(options, whole, prefix, record)
         try:

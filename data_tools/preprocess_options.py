@@ -32,9 +32,9 @@ class Options:
 
     input: tuple[str, ...]
     """JSON lines, one object per document (.jsonl, .json, .ndjson, .jl); text, one file per document (.txt, .md);
-    either may be .gz, .zst, .bz2 or .xz; .parquet; .arrow; folders (texts only if there are no rows) and globs of
-    these; - for JSON lines from standard input; datasets:NAME[:SPLIT] for a data set of the `datasets` library: a
-    folder of save_to_disk, a folder of data files, or one of the hub."""
+    .csv or .tsv with a header; each may be .gz, .zst, .bz2 or .xz; .parquet; .arrow; folders (texts only if there are
+    no rows) and globs of these; - for JSON lines from standard input; datasets:NAME[:SPLIT] for a data set of the
+    `datasets` library: a folder of save_to_disk, a folder of data files, or one of the hub."""
     output_prefix: str
     """Writes P_KEY_document.bin, .idx and .json for each of --json-keys, and the tokenizer into P_tokenizer; with loss
     masks also .mask."""
@@ -54,7 +54,8 @@ class Options:
     """End each document with the tokenizer's end-of-document token."""
     prepend_bos: FlagCreatePairsOff[bool] = False
     """Begin each document with the tokenizer's beginning-of-text token, or tokens. Default: those that its
-    post-processor puts before a text, or add_bos_token next to a SentencePiece model. None begins with them twice."""
+    post-processor puts before a text, or add_bos_token next to a SentencePiece model; of conversations, those that
+    the chat template writes. None begins with them twice."""
     no_prepend_bos: FlagCreatePairsOff[bool] = False
     """Leave the beginning-of-text token out."""
     workers: int = 0
@@ -92,9 +93,12 @@ def token_type(options: Options, tokenizer: Tokenizer) -> str:
 
 
 def tokenizer_of(options: Options) -> Tokenizer:
-    """Load the tokenizer, with the chosen beginning of a text."""
+    """Load the tokenizer, with the chosen beginning of a text. A chat template decides otherwise than a tokenizer."""
     asked = asked_beginning(options.prepend_bos, options.no_prepend_bos)
-    return cached_tokenizer(options.tokenizer).prepending(asked)
+    found = cached_tokenizer(options.tokenizer)
+    if asked is None and found.bos and options.mask_from == "chat":
+        asked = cached_template(options.tokenizer).writes(found.bos)
+    return found.prepending(asked)
 
 
 def selection_of(options: Options) -> Selection:

@@ -3,6 +3,8 @@
 A chunk's content depends on its position alone, so that a resumed run reads the same chunks.
 """
 
+import csv
+import io
 import lzma
 import sys
 import zlib
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from data_tools.compressed import damage, open_source
 from data_tools.sources import Source
 from megazero.files import explain, first_line
+from megazero.units import things
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,8 +27,10 @@ CHUNK_BYTES = 1 << 20
 # Faults of a source that a library reads.
 DAMAGED = "damaged KIND file: {}; fetch it again"
 UNREADABLE = "`datasets` cannot read it: {}"
-# Rows decoded at once of a parquet file or a data set.
+# Rows decoded at once of a table.
 ROWS = 256
+# A longer field of a CSV file is a quote that nothing closes.
+FIELD_CHARACTERS = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -240,6 +245,51 @@ def _read_arrow(source: Source, at: Position, keys: Sequence[str]) -> Iterator[C
             row, disk = row + table.num_rows, raw.tell()
 
 
+def _read_csv(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Chunk]:
+    """Rows below a header, with commas between fields, or tabs in a .tsv."""
+    if source.begin:
+        return
+    raw, file = open_source(source)
+    with raw:
+        row, disk = 0, 0
+        for table in _csv_tables(source, file, keys):
+            yield from _row_chunks(source, at, table, row=row, disk_bytes=raw.tell() - disk)
+            row, disk = row + table.num_rows, raw.tell()
+
+
+def _csv_tables(source: Source, file: BinaryIO, keys: Sequence[str]) -> Iterator["pa.Table"]:
+    """Yield the columns of `keys` as bytes. ValueError for a row with more or fewer fields than the header."""
+    import pyarrow as pa
+
+    lines = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")  # whether it is UTF-8 is seen per row
+    rows = csv.reader(lines, "excel-tab" if source.kind == "tsv" else "excel", strict=True)
+    texts: list[list[bytes]] = []
+    before = csv.field_size_limit(FIELD_CHARACTERS)
+    try:
+        header = next(rows, [])
+        if "\ufffd" in "".join(header).encode(errors="surrogateescape").decode(errors="replace"):
+            raise csv.Error("the header is no UTF-8 text")
+        _check_columns(source, header, keys)
+        places, waiting = [header.index(key) for key in keys], 0
+        for fields in filter(None, rows):
+            if len(fields) != len(header):
+                raise csv.Error(f"{things(len(fields), 'field')}, and the header has {len(header)}")
+            texts.append([fields[place].encode(errors="surrogateescape") for place in places])
+            waiting += sum(map(len, texts[-1]))
+            if waiting >= CHUNK_BYTES or len(texts) == ROWS:
+                yield pa.table(dict(zip(keys, zip(*texts, strict=True), strict=True)))
+                texts, waiting = [], 0
+    except csv.Error as error:
+        raise ValueError(
+            f"--input {source.name}, line {rows.line_num}: {error}; correct it (a field with a separator, a quote or "
+            f"the end of a line is quoted, and a quote in it doubled), or save it as JSON lines"
+        ) from error
+    finally:
+        csv.field_size_limit(before)
+    if texts:
+        yield pa.table(dict(zip(keys, zip(*texts, strict=True), strict=True)))
+
+
 def _read_rows(source: Source, at: Position, keys: Sequence[str]) -> Iterator[Chunk]:
     """A folder of `save_to_disk`, mapped by `datasets`."""
     data = _load(source)
@@ -310,7 +360,9 @@ def _check_columns(source: Source, names: Sequence[str], keys: Sequence[str]) ->
         if list(names).count(key) > 1:
             raise ValueError(f"--json-keys {key}: {source.name} has several columns of this name; rename them")
         if key not in names:
-            raise ValueError(f"--json-keys {key}: {source.name} has no such column; give one of {', '.join(names)}")
+            raise ValueError(
+                f"--json-keys {key}: {source.name} has no such column; give one of {', '.join(names)[:200]}"
+            )
 
 
 def _row_chunks(source: Source, at: Position, table: "pa.Table", row: int, disk_bytes: int) -> Iterator[Chunk]:
@@ -340,6 +392,8 @@ def _row_chunks(source: Source, at: Position, table: "pa.Table", row: int, disk_
 _READERS: dict[str, Callable[[Source, Position, Sequence[str]], Iterator[Chunk]]] = {
     "jsonl": _read_lines,
     "text": _read_text,
+    "csv": _read_csv,
+    "tsv": _read_csv,
     "parquet": _read_parquet,
     "arrow": _read_arrow,
     "rows": _read_rows,

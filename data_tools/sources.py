@@ -12,15 +12,17 @@ from typing import Literal
 
 from megazero.files import explain
 
-Kind = Literal["jsonl", "text", "parquet", "arrow", "rows", "stream", "stdin", "stdin-text"]
-Format = Literal["auto", "jsonl", "text", "parquet", "arrow"]
+Kind = Literal["jsonl", "text", "csv", "tsv", "parquet", "arrow", "rows", "stream", "stdin", "stdin-text"]
+Format = Literal["auto", "jsonl", "text", "csv", "tsv", "parquet", "arrow"]
 KINDS: dict[str, Kind] = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson", ".jsonlines", ".jl"), "jsonl"),
     **dict.fromkeys((".txt", ".md"), "text"),
+    ".csv": "csv",
+    ".tsv": "tsv",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-# Endings of compressed JSON lines and texts, by format.
+# Endings of compressed files, by format; parquet and Arrow compress within.
 COMPRESSIONS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bzip2", ".xz": "xz"}
 # In a folder, texts of these names are about the data.
 ABOUT = re.compile(r"(readme|licen[cs]e|copying|notice|changelog)\b", re.IGNORECASE)
@@ -111,8 +113,8 @@ def _folder(folder: str, number: int, input_format: Format) -> list[Source]:
         names = _chosen(folder, names)
     if not names:
         raise ValueError(
-            f"--input {folder}: a folder without a file whose name ends in {', '.join(KINDS)}; name files, give "
-            f"--input-format for other endings, or, for CSV, --input {DATASETS}{folder}"
+            f"--input {folder}: a folder without a file whose name ends in {', '.join(KINDS)}; name files, or give "
+            f"--input-format for other endings"
         )
     return [_file(name, number, input_format) for name in names]
 
@@ -179,11 +181,11 @@ def _file(name: str, number: int, input_format: Format) -> Source:
     if input_format != "auto":
         kind = input_format
     if kind is None:
-        compressible = [end for end, kind in KINDS.items() if kind in ("jsonl", "text")]
+        compressible = [end for end, kind in KINDS.items() if kind not in ("parquet", "arrow")]
         raise ValueError(
             f"--input {name}: unknown kind of file; its name must end in {', '.join(compressible)}, these also with "
             f"{', '.join(COMPRESSIONS)}, or in {', '.join(end for end in KINDS if end not in compressible)}; or give "
-            f"--input-format, or, for CSV, its folder: --input {DATASETS}{os.path.dirname(name) or '.'}"
+            f"--input-format"
         )
     return Source(
         name=name, kind=kind, argument=number, size=status.st_size, modified=status.st_mtime_ns, compression=compression

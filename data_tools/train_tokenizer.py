@@ -48,7 +48,7 @@ class Options:
     """
 
     input: tuple[str, ...]
-    """Inputs as of preprocess_data.py: JSON lines, text, parquet, arrow, folders, globs, -, datasets:NAME."""
+    """Inputs as of preprocess_data.py: JSON lines, text, CSV, parquet, arrow, folders, globs, -, datasets:NAME."""
     output: str
     """Folder for tokenizer.json and tokenizer_config.json, or for tokenizer.model."""
     vocab_size: int

@@ -106,15 +106,19 @@ def open_to_write(path: str | os.PathLike[str]) -> int:
     Raises:
         OSError: it is no regular file, or cannot be opened.
     """
-    special = OSError(errno.EEXIST, NO_FILE, os.fspath(path))
-    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):  # opening a device may change it
-        raise special
+    refuse_special(path)  # opening a device may change it
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     handle = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise special
+        raise OSError(errno.EEXIST, NO_FILE, os.fspath(path))
     return handle
+
+
+def refuse_special(path: str | os.PathLike[str]) -> None:
+    """Raise OSError for a link, a folder, a FIFO or a device in the place of a file."""
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise OSError(errno.EEXIST, NO_FILE, os.fspath(path))
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:

@@ -85,7 +85,8 @@ def read_world() -> World:
         if "SLURM_PTY_PORT" in env and os.isatty(0):
             raise ValueError(
                 f"this process belongs to an interactive step of {world.size} tasks (srun --pty), and would wait for "
-                "the others; to train with one process, unset SLURM_STEP_NUM_TASKS; else leave --pty out"
+                f"the others; to train with one process, unset {' '.join(['SLURM_STEP_NUM_TASKS', *_set_by_mpi()])}; "
+                "else leave --pty out"
             )
     else:
         _refuse_other_launchers()
@@ -111,18 +112,22 @@ def read_world() -> World:
 
 def _refuse_other_launchers() -> None:
     """Refuse several processes of mpirun or another launcher, because each would train alone."""
+    if not (names := _set_by_mpi()):
+        return
+    size = "" if names[0] == "PMIX_RANK" else f" --nproc {number(names[0])}"
+    raise ValueError(
+        f"{names[0]}={os.environ[names[0]]}: a launcher of MPI started this process and others, and each would train "
+        f"alone; start ranks with scripts/launch.sh{size}, torchrun or srun; to train with one process, unset "
+        f"{' '.join(names)}"
+    )
+
+
+def _set_by_mpi() -> list[str]:
+    """Return the variables by which a launcher of MPI says that it started several processes."""
     sizes = {name: number(name) for name in MPI_SIZES if os.environ.get(name)}
-    alone = "to train with one process, unset "
-    for name in (name for name, size in sizes.items() if size > 1):
-        raise ValueError(
-            f"{name}={sizes[name]}: a launcher of MPI started this process and others, and each would train alone; "
-            f"start ranks with scripts/launch.sh --nproc {sizes[name]}, torchrun or srun; {alone}{name}"
-        )
-    if not sizes and os.environ.get("PMIX_RANK", "0") != "0":
-        raise ValueError(
-            f"PMIX_RANK={os.environ['PMIX_RANK']}: a launcher of MPI started this process and others, and each would "
-            f"train alone; start ranks with scripts/launch.sh, torchrun or srun; {alone}PMIX_RANK"
-        )
+    several = [name for name, size in sizes.items() if size > 1]
+    other = os.environ.get("PMIX_RANK", "0") != "0"  # without a size, a rank alone says so
+    return several + (["PMIX_RANK"] if other and (several or not sizes) else [])
 
 
 def _check_local(world: World) -> None:

@@ -129,7 +129,7 @@ def family_table() -> str:
 
 def default_table() -> str:
     """Format the values that other systems take for flags that are not given, and ours."""
-    tables, rows = read_defaults(), dict[str, dict[str, str]]()
+    tables, rows, differing = read_defaults(), dict[str, dict[str, str]](), set[str]()
     for system, table in tables.items():
         for name, value in table.items():
             part = value if isinstance(value, dict) and "here" not in value else {name: value}
@@ -137,9 +137,15 @@ def default_table() -> str:
             for flag, there in part.items():
                 here = there["here"] if isinstance(there, dict) else short_value(flags()[flag].default)
                 there = there["there"] if isinstance(there, dict) else short_value(there)
-                row = rows.setdefault(f"`--{flag}`" if flag in flags() else flag, {"here": here})
+                shown = f"`--{flag}`" if flag in flags() else flag
+                row = rows.setdefault(shown, {"here": here})
+                differing |= {shown} if there != here else set()
                 row[system] = ", ".join(filter(None, (row.get(system, ""), f"{there}{when}")))
-    cells = [(flag, *(row.get(system, "") for system in tables), row["here"]) for flag, row in rows.items()]
+    cells = [
+        (flag, *(row.get(system, "") for system in tables), row["here"])
+        for flag, row in rows.items()
+        if flag in differing
+    ]
     return markdown(("flag", *tables, "here"), cells)
 
 

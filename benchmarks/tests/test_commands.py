@@ -177,6 +177,13 @@ def test_the_check_of_gpus_goes_on_after_a_failing_part(tmp_path: Path, monkeypa
     assert outputs < {*(tmp_path / "packs.out").read_text().split()}
 
 
+def test_help_lists_the_parts_in_order() -> None:
+    titles = [line[2:].split(" (about")[0] for line in gpu_check.description().splitlines() if line.startswith("- ")]
+    together = [part.title for part in gpu_check.PARTS if part.together]
+    assert titles[0] == "Versions" and titles[1 : 1 + len(together)] == together
+    assert sorted(titles) == sorted(part.title for part in gpu_check.PARTS)
+
+
 def test_one_gpu_is_checked_in_eight_and_a_half_minutes() -> None:
     """Add up expected seconds of all but the stream sanitizer; parts that run together last as long as the longest."""
     one = [part for part in gpu_check.PARTS if part.gpus < 2 and "sanitizer" not in part.title]

@@ -1,7 +1,7 @@
 """Checkpoints of other systems: recognised by the names of their files, refused, and never written into."""
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,12 +45,19 @@ KINDS = (
     ),
     Format(
         "a checkpoint of DeepSpeed",
-        ("*_states.pt", "*/*_states.pt", "zero_to_fp32.py", "*/zero_to_fp32.py", "global_step*"),
+        (
+            *(f"{where}*{end}_states.pt" for where in ("", "*/") for end in ("model", "optim")),
+            *("zero_to_fp32.py", "*/zero_to_fp32.py", "global_step*"),
+        ),
         BY_DEEPSPEED,
     ),
     Format(
         "a checkpoint of Megatron-LM (torch_dist)",
-        ("common.pt", "*/common.pt", ".metadata + metadata.json", "*/.metadata + */metadata.json"),
+        tuple(
+            f"{where}{one} + {where}{other}"
+            for where in ("", "*/")
+            for one, other in combinations(("common.pt", ".metadata", "metadata.json"), 2)
+        ),
         BY_BRIDGE,
     ),
     Format(
@@ -76,8 +83,17 @@ KINDS = (
         ("_CHECKPOINT_METADATA", "*/_CHECKPOINT_METADATA"),
         "the system that wrote it has a converter to Hugging Face",
     ),
-    Format("a file of torch.save", ("*.pt", "*.pth", "pytorch_model*.bin", "*.bin + *.index.json"), BY_LIBRARY),
+    Format(
+        "a file of torch.save",
+        (
+            *(f"{name}*{end}" for name in ("ckpt", "checkpoint", "model", "consolidated") for end in (".pt", ".pth")),
+            *("pytorch_model*.bin", "*.bin + *.index.json"),
+        ),
+        BY_LIBRARY,
+    ),
 )
+# Other names are of tensors of any purpose: a folder may have them, and a file that is named itself is one.
+ANY_FILE = Format("a file of torch.save", ("*.pt", "*.pth"), BY_LIBRARY)
 
 
 class Other(NamedTuple):
@@ -89,8 +105,9 @@ class Other(NamedTuple):
 
 def other_system(path: Path) -> Other | None:
     """Return the other system's checkpoint in the folder, or the file, `path`; None if none is recognised."""
-    found = [Path(path.name)] if path.is_file() else list(islice(_paths(path), MOST_ENTRIES))
-    for kind in KINDS:
+    is_file = path.is_file()
+    found = [Path(path.name)] if is_file else list(islice(_paths(path), MOST_ENTRIES))
+    for kind in (*KINDS, ANY_FILE) if is_file else KINDS:
         for mark in kind.marks:
             matches = [[each for each in found if _fits(each, part)] for part in mark.split(" + ")]
             for first in matches[0]:

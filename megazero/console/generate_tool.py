@@ -25,7 +25,7 @@ from megazero.generation.guesses import Guesses
 from megazero.generation.model import InferenceModel
 from megazero.generation.sampling import Sampling
 from megazero.log import log, log_as
-from megazero.run.run_state import RunState, other_folder, tokenizer_for
+from megazero.run.run_state import RunState, other_folder, require_ids, tokenizer_for
 from megazero.world import World, read_world
 
 TIMEOUT_MINUTES = 10.0
@@ -155,6 +155,7 @@ def generate_texts(options: GenerateOptions, world: World) -> None:
     prompts = [ids for ids in tokenizer.encode_texts(_read_prompts(options)) for _ in range(options.num_samples)]
     if not all(prompts):
         raise ValueError("--prompt has no token; give other text")
+    require_ids("--prompt", prompts, tokenizer, model.vocab_size)
     if tokenizer.bos and world.rank == 0:
         print(f"prompts begin with {tokenizer.shown(*tokenizer.bos)}", file=sys.stderr)
     device = launch.pick_device(world)

@@ -21,7 +21,7 @@ from megazero.data.indexed import IndexedDataset
 from megazero.data.mock import MockSamples, mock_loss_floor
 from megazero.data.packing import Filling, PackedDataset
 from megazero.data.samples import SPLITS, GPTDataset, Samples, WholeSplit, require_vocabulary, split_ranges
-from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizer import Tokenizer, differing_tokens
 from megazero.files import read_small
 from megazero.flags.corpus_flags import MAX_NAMED_CORPORA, is_number
 from megazero.units import things
@@ -355,6 +355,8 @@ def _check_tokenizer(data: IndexedDataset, about: dict[str, Any], tokenizer: Tok
     ours = tokenizer.identity if "tokenizer_hash" in about else None
     if about.get("tokenizer_hash") == ours and about.get("vocab_size", tokenizer.vocab_size) == tokenizer.vocab_size:
         return
+    if ours and (difference := differing_tokens(tokenizer, str(about["tokenizer_hash"]))):
+        raise ValueError(f"--data-path {data.prefix} {difference}")
     copy = Path(data.prefix).parent / str(about.get("saved_tokenizer", "")).rpartition(":")[2]
     at = f" (a copy is in {copy})" if "saved_tokenizer" in about and copy.exists() else ""
     raise ValueError(

@@ -71,9 +71,13 @@ def check_edges(
         ValueError: a sample of a corpus does not hold the end of a document, and `flags` need it.
     """
     bos, eod = tokenizer.own_bos or tokenizer.bos, tokenizer.eod if flags else None
+    bos = bos or (tokenizer.beginning if len(corpora) > 1 else ())  # corpora of a blend may disagree
     name, given = f"--tokenizer {tokenizer.spec}", " ".join(flags)
     shown = functools.cache(tokenizer.shown)  # which makes a table of the vocabulary
-    begins, ends, others = list[str](), list[str](), list[str]()
+    begins, ends, others, begun = list[str](), list[str](), list[str](), False
+    why = f"{name} puts before a text; if the model was trained with it, preprocess them with --prepend-bos"
+    if not tokenizer.own_bos:
+        why = "other corpora begin with; preprocess all with --prepend-bos, or all with --no-prepend-bos"
     for data, about in zip(corpora, abouts, strict=True):
         if (known := about.get("eod")) is not None and known not in tokenizer.ends:
             others.append(
@@ -84,11 +88,9 @@ def check_edges(
             continue
         edges = read_edges(data, bos, eod, len(corpora))
         of = f"{edges.sampled} sampled documents of --data-path {data.prefix}"
+        begun = begun or edges.begun > 0
         if bos and edges.begun < edges.sampled:
-            begins.append(
-                f"{edges.sampled - edges.begun} of {of} do not begin with {shown(*bos)}, which "
-                f"{name} puts before a text; if the model was trained with it, preprocess them with --prepend-bos"
-            )
+            begins.append(f"{edges.sampled - edges.begun} of {of} do not begin with {shown(*bos)}, which {why}")
         if eod is None or edges.ended == edges.sampled:
             continue
         end, usual = shown(eod), shown(edges.usual_end)
@@ -101,6 +103,8 @@ def check_edges(
             f"{edges.sampled - edges.ended} of {of} do not end with {end}; most end with {usual}: at such an end "
             f"{given} {'have' if len(flags) > 1 else 'has'} no effect"
         )
+    if not (tokenizer.own_bos or begun):
+        begins = []
     if tokenizer.bos and not begins:
         begins.append(f"texts begin with {shown(*tokenizer.bos)}")
     return tuple(note for notes in (others, begins, ends) for note in _few(notes))

@@ -6,7 +6,7 @@ from pathlib import Path
 from megazero.data.about import read_about
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.data.indexed import IndexedDataset
-from megazero.data.tokenizer import SPECS, Tokenizer, beside, load_tokenizer, read_generation
+from megazero.data.tokenizer import SPECS, Tokenizer, beside, differing_tokens, load_tokenizer, read_generation
 from megazero.flags.config import Config
 from megazero.flags.corpus_flags import document_flags
 
@@ -84,7 +84,7 @@ def remembered_tokenizer(data: IndexedDataset) -> Tokenizer | None:
     """
     about = read_about(data)
     copy, named = str(about.get("saved_tokenizer", "")), str(about.get("tokenizer", ""))
-    faults = []
+    faults, difference = [], ""
     for spec in filter(None, (copy and beside(copy, Path(data.prefix).parent), named)):
         try:
             loaded = load_tokenizer(spec)
@@ -93,7 +93,10 @@ def remembered_tokenizer(data: IndexedDataset) -> Tokenizer | None:
             continue
         if about.get("tokenizer_hash", loaded.identity) == loaded.identity:
             return loaded if "bos" in about else loaded.prepending(False)
+        difference = difference or differing_tokens(loaded, str(about["tokenizer_hash"]))
         faults.append(f"--tokenizer {spec} is no longer the one that made this corpus")
+    if difference:
+        raise ValueError(f"--data-path {data.prefix} {difference}")
     if faults:
         raise ValueError(
             f"--data-path {data.prefix} was made with the tokenizer {named or copy}, which cannot be read here: "

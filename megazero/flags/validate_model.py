@@ -8,6 +8,7 @@ from megazero.flags.architecture_flags import LATENT, ROTARY, flags_of
 from megazero.flags.config import Config, ModelConfig
 from megazero.flags.flag_names import as_flag, flags, value_of
 from megazero.flags.limit_checks import divisors, shorten
+from megazero.units import things
 
 
 def split_widths(model: ModelConfig, expert_tp: int = 0) -> dict[str, int]:
@@ -45,7 +46,9 @@ def check_model(config: Config) -> None:
     heads, hidden = model.num_attention_heads, model.hidden_size
     if hidden % heads and not model.kv_channels and not model.multi_latent_attention:
         fits = min(divisors(hidden), key=lambda n: abs(n - heads))
-        raise ValueError(f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {fits} heads")
+        raise ValueError(
+            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {things(fits, 'head')}"
+        )
     _check_architecture(model)
     _check_latents(config)
     _check_experts(config)

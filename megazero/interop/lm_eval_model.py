@@ -15,7 +15,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.generation.generate import Generator
 from megazero.generation.model import InferenceModel
 from megazero.generation.sampling import Sampling
-from megazero.run.run_state import RunState, other_folder, tokenizer_for
+from megazero.run.run_state import RunState, other_folder, require_ids, tokenizer_for
 from megazero.world import read_world
 
 MODEL_NAME = "megazero"  # of --model
@@ -105,6 +105,8 @@ class CheckpointScorer:
 
     def score_pairs(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether it is the model's likeliest."""
+        for each in pairs:
+            require_ids("a request", each, self.text, self.inference.model.vocab_size)
         found = []
         for at in range(0, len(pairs), self.batch_size):
             batch = [pair.fitted(self.max_length) for pair in pairs[at : at + self.batch_size]]
@@ -133,6 +135,7 @@ class CheckpointScorer:
             )
         temperature = float(options.get("temperature", 1.0)) if options.get("do_sample") else 0.0
         prompt = self.tok_encode(context)[length - self.max_length :] or [self.eot_token_id]
+        require_ids("a request", [prompt], self.text, self.inference.model.vocab_size)
         generator = Generator(
             model=self.inference,
             sampling=Sampling(

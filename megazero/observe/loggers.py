@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from megazero.files import OutputFile, explain, read_regular, replace_file
+from megazero.files import OutputFile, explain, read_regular, refuse_special, replace_file
 from megazero.flags.cli import Command
 from megazero.flags.config import Config, LogConfig
 from megazero.flags.flag_names import flags, to_toml, value_of
@@ -128,6 +128,7 @@ class MetricsFile:
             start_iteration: later lines are cut, because the run computes them again. Its first start renames an older
                 run's file to metrics.previous.jsonl. None, an evaluation, keeps all lines.
         """
+        refuse_special(path)
         if path.exists() and start_iteration is not None and first_start(start_iteration):
             os.replace(path, path.with_name("metrics.previous.jsonl"))
         elif path.exists():

@@ -2,6 +2,7 @@
 
 import hashlib
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict
@@ -247,3 +248,13 @@ def tokenizer_for(spec: str, path: Path, state: RunState, vocab_size: int) -> To
             "--tokenizer out to use the run's"
         )
     return tokenizer
+
+
+def require_ids(where: str, encoded: Iterable[Sequence[int]], tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise ValueError for a token that the model lacks: the run's own tokenizer may have more tokens than it."""
+    beyond = {number for ids in encoded for number in ids if number >= vocab_size}
+    if beyond:
+        raise ValueError(
+            f"{where}: the token {tokenizer.shown(min(beyond))} of --tokenizer {tokenizer.spec} is not among the "
+            f"{vocab_size:,} of the model; leave it out"
+        )

@@ -2,17 +2,21 @@
 
 import json
 import shutil
+import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megazero.checkpoint import find
+from megazero.checkpoint.manifest import checked_text
 from megazero.console.checkpoint_tool import Export, Import, export_checkpoint, import_checkpoint
 from megazero.console.generate_tool import GenerateOptions, generate_texts
 from megazero.data.tokenizer import PROBE, end_of_document, load_tokenizer
+from megazero.interop.lm_eval_model import CheckpointScorer
 from megazero.run.run_state import RunState, run_tokenizer
 from megazero.world import read_world
 from tests.helpers.table import for_each
@@ -156,3 +160,26 @@ def test_public_tokenizers(
     check_ends(folder, tmp_path, capsys, {"eos_token_id": list(ours.ends), "temperature": 0.6})
     kept = run_tokenizer(find(tmp_path / "run"), RunState.read(find(tmp_path / "run")))
     assert (kept.identity, kept.eod, kept.bos) == (ours.identity, ours.eod, ours.bos)
+
+
+def test_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    """Earlier versions left out the tokens that only tokenizer_config.json has."""
+    folder = write_byte_tokenizer(tmp_path / "theirs", ["</s>"])
+    write_llama(folder, 257)
+    assert import_checkpoint(Import(folder, tmp_path / "run")) == 0
+    path = find(tmp_path / "run")
+    about, name = json.loads((path / "manifest.json").read_text()), "tokenizer/tokenizer_config.json"
+    added = {"added_tokens_decoder": {"257": {"content": "<new>", "special": True}}}
+    (path / name).write_text(json.dumps(added))
+    raw = (path / name).read_bytes()
+    about["attached"][name] = [len(raw), zlib.crc32(raw)]
+    del about["crc32"]
+    (path / "manifest.json").write_text(checked_text(about))
+    words = r"the token '<new>' \(257\) of --tokenizer .*run.* is not among the 257 of the model; leave it out"
+    with pytest.raises(ValueError, match=f"^--prompt: {words}"):
+        generate_texts(GenerateOptions(str(tmp_path / "run"), prompt=("The", "a<new>b")), read_world())
+    scorer = CheckpointScorer(str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=f"^a request: {words}"):
+        scorer.loglikelihood_rolling([SimpleNamespace(args=("a<new>",))])
+    with pytest.raises(ValueError, match=f"^a request: {words}"):
+        scorer.generate_until([SimpleNamespace(args=("a<new>", {"max_gen_toks": 2}))])

@@ -22,7 +22,14 @@ from megazero.data.tokenizer.base import (
     end_of_document,
     pack,
 )
-from megazero.data.tokenizer.choose_tokenizer import OTHER_FILES, SPECS, hub_hint, load_tokenizer, read_generation
+from megazero.data.tokenizer.choose_tokenizer import (
+    OTHER_FILES,
+    SPECS,
+    differing_tokens,
+    hub_hint,
+    load_tokenizer,
+    read_generation,
+)
 
 __all__ = [
     "END_OF_DOCUMENT",
@@ -38,6 +45,7 @@ __all__ = [
     "Tokenizer",
     "asked_beginning",
     "beside",
+    "differing_tokens",
     "end_of_document",
     "gpt2_backend",
     "hub_hint",

@@ -115,6 +115,11 @@ class Tokenizer(ABC):
         ]
 
     @property
+    def beginning(self) -> tuple[int, ...]:
+        """The ids that can begin a text, whether or not they do in `bos`."""
+        return self._beginning
+
+    @property
     def own_bos(self) -> tuple[int, ...]:
         """The ids that its own settings put before a text; `bos` may differ."""
         return self._beginning if self.begins else ()

@@ -187,6 +187,29 @@ def _load_hugging_face(spec: str, file: Path) -> Tokenizer:
     return FastTokenizer(spec=spec, backend=backend, eod=eod, settings=config, others=others)
 
 
+def differing_tokens(tokenizer: Tokenizer, identity: str) -> str:
+    """Return how a corpus of `identity` was made without the tokens of settings files, and the way out; "": it was not.
+
+    Earlier versions left out the tokens that a tokenizer.json lacks.
+    """
+    file = Path(tokenizer.spec) / "tokenizer.json" if Path(tokenizer.spec).is_dir() else Path(tokenizer.spec)
+    if not isinstance(tokenizer, FastTokenizer) or not file.is_file():
+        return ""
+    from tokenizers import Tokenizer as Backend
+
+    plain = FastTokenizer(tokenizer.spec, Backend.from_file(str(file)), None)
+    if plain.identity != identity:
+        return ""
+    known = plain.vocabulary()
+    lost = sorted(number for token, number in tokenizer.vocabulary().items() if token not in known)
+    return (
+        f"was made by an earlier version without {tokenizer.shown(*lost[:LISTED_FILES])}, which --tokenizer "
+        f"{tokenizer.spec} has in tokenizer_config.json or added_tokens.json alone; preprocess it again to have them, "
+        f"or, to go on without them, move added_tokens_decoder out of {file.parent / 'tokenizer_config.json'}, and "
+        f"added_tokens.json out of that folder"
+    )
+
+
 def _load_transformers(spec: str, folder: Path) -> Tokenizer:
     """No code in the folder is run: `trust_remote_code` is False, so that transformers does not ask on the terminal."""
     settings = folder / "tokenizer_config.json"

@@ -23,9 +23,9 @@ def systems(foreign: Collection[str]) -> list[str]:
 
     DeepSpeed runs scripts of both others, and the flags of Megatron-LM's scripts are mostly ours.
     """
-    if not foreign:
-        return []
     tables = [entry.table for name in foreign if name not in SHARED and (entry := find_entry(name))]
+    if not tables and not any(name.startswith("file.") for name in foreign):
+        return []
     trainer = tables.count("huggingface") > tables.count("megatron")
     found = ["Hugging Face" if trainer else "Megatron-LM"]
     return [*found, "DeepSpeed"] if any(name.startswith("file.") for name in foreign) else found

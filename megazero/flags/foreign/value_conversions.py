@@ -128,8 +128,10 @@ def architecture(flag: ForeignFlag) -> list[str]:
     if not any(parts.values()):
         return []
     if missing := " ".join(part for part, given in parts.items() if not given):
-        present = " ".join(part for part, given in parts.items() if given)
-        raise Refused(f"{present} without {missing}: --architecture llama has all four, gpt2 none; give all, or none")
+        # The message begins with the flag itself.
+        also = [part for part, given in parts.items() if given and part.split()[0] != f"--{flag.name}"]
+        given = f"with {' '.join(also)}, " if also else ""
+        raise Refused(f"{given}without {missing}: --architecture llama has all four, gpt2 none; give all, or none")
     ours = ["--architecture", "llama"]
     if "untie-embeddings-and-output-weights" not in flag.foreign and "untie-embeddings" not in flag.ours:
         ours += ["--no-untie-embeddings"]  # Megatron-LM's default; a llama is untied here

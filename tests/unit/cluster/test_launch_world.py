@@ -124,6 +124,14 @@ def test_ranks_are_read(env: str, rank: int, size: int, monkeypatch: pytest.Monk
         ("MPI_LOCALNRANKS=2", ["MPI_LOCALNRANKS=2", "launch.sh"]),
         ("PMIX_RANK=1", ["PMIX_RANK=1", "launch.sh"]),
         (
+            "OMPI_COMM_WORLD_SIZE=2 PMI_SIZE=2 PMIX_RANK=1",
+            ["one process, unset OMPI_COMM_WORLD_SIZE PMI_SIZE PMIX_RANK"],
+        ),
+        (
+            "SLURM_STEP_NUM_TASKS=8 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_PTY_PORT=9 PMI_SIZE=8 PMI_RANK=0",
+            ["one process, unset SLURM_STEP_NUM_TASKS PMI_SIZE; else leave"],
+        ),
+        (
             "SLURM_STEP_NUM_TASKS=8 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_PTY_PORT=9 MASTER_ADDR=a MASTER_PORT=1",
             ["srun --pty", "unset SLURM_STEP_NUM_TASKS"],
         ),

@@ -76,6 +76,14 @@ def parquet(**columns: list[object]) -> Callable[[pytest.MonkeyPatch], list[str]
     return make
 
 
+def csv_of(raw: bytes) -> Callable[[pytest.MonkeyPatch], list[str]]:
+    def make(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        Path("x.csv").write_bytes(raw)
+        return ["--input", "x.csv"]
+
+    return make
+
+
 def damaged(name: str) -> Callable[[pytest.MonkeyPatch], list[str]]:
     def make(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         text = GOOD * 100
@@ -155,6 +163,7 @@ ROWS: dict[str, list[Callable[[pytest.MonkeyPatch], list[str]]]] = {
     "no object": [seventh(b"[1, 2]")],
     "wrong key": [seventh(b'{"txt": "x"}')],
     "wrong column": [parquet(id=[1], body=["x"])],
+    "rows of a `.csv` that differ": [csv_of(b'id,text\n1,a\n2,"b",c\n')],
     "null in a column": [parquet(text=["good"] * 12 + [None])],
     "no chat template": [chat(None, "")],
     "an unsuitable one": [chat(CHATML.replace("assistant\n' }}{% endif", "assistant:' }}{% endif"), "")],

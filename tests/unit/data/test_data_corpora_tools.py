@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_tools import check_dataset, merge_datasets, peek, preprocess_data, train_tokenizer
+from megazero.data.corpora import open_datasets
 from megazero.data.indexed import IndexedDataset
 from megazero.data.remembered import data_tokenizer
 from megazero.data.tokenizer import load_tokenizer
@@ -384,3 +385,28 @@ def test_a_corpus_remembers_its_tokenizer(lines: Path, bpe: Path, tmp_path: Path
     with pytest.raises(ValueError, match=rf"{prefix} was made with the tokenizer {theirs}, .*give --tokenizer PATH"):
         found()
     assert data_tokenizer(Config(data=DataConfig(data_path=(prefix,), tokenizer="byte"))).spec == "byte"  # given: taken
+
+
+@for_each("file", ["tokenizer_config", "added_tokens"])
+def test_a_corpus_without_tokens_that_count_now(lines: Path, tmp_path: Path, file: str) -> None:
+    """Earlier versions left out the tokens of other files than tokenizer.json: say so, and the way out is one."""
+    settings = {"eos_token": "</s>"}
+    files = {
+        "tokenizer_config": settings | {"added_tokens_decoder": {"257": {"content": "<|m|>", "special": True}}},
+        "added_tokens": {"<|m|>": 257},
+    }
+    theirs = write_byte_tokenizer(tmp_path / "theirs", ["</s>"], tokenizer_config=settings)
+    prefix, copy = preprocess(tmp_path / "c", lines, theirs), tmp_path / "c_tokenizer"
+    words = r"{} was made by an earlier version without '<\|m\|>' \(257\), which --tokenizer {} has in .* move added"
+    for source, read in (
+        (copy, lambda: data_tokenizer(Config(data=DataConfig(data_path=(prefix,))))),
+        (theirs, lambda: open_datasets((prefix,), "1", 4, 1, None, tokenizer=load_tokenizer(str(theirs)))),
+        (theirs, lambda: check_dataset.check(prefix, str(theirs))),
+    ):
+        for folder in (source, theirs):
+            (folder / f"{file}.json").write_text(json.dumps(files[file]))
+        with pytest.raises(ValueError, match=words.format(prefix, source)):
+            read()
+        (source / "added_tokens.json").unlink(missing_ok=True)
+        (source / "tokenizer_config.json").write_text(json.dumps(settings))
+        read()

@@ -1,6 +1,7 @@
 """Kinds of --input, and refusals of bad input."""
 
 import bz2
+import csv
 import gzip
 import io
 import json
@@ -77,12 +78,18 @@ def write(path: Path, texts: list[str]) -> Path:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     half, end = len(texts) // 2, path.suffix.lower()
+    inner = os.path.splitext(path.stem.lower())[1] if end in COMPRESS else end
     if end == ".parquet":
         pq.write_table(table(texts), path, row_group_size=37, write_page_checksum=True)
     elif end == ".arrow":
         kind = pa.ipc.new_file if "file" in path.name else pa.ipc.new_stream
         with kind(str(path), table(texts).schema) as writer:
             writer.write_table(table(texts), max_chunksize=50)
+    elif inner in (".csv", ".tsv"):
+        file = io.StringIO()
+        writer = csv.writer(file, "excel-tab" if inner == ".tsv" else "excel")
+        writer.writerows([("id", "text"), *enumerate(texts)])
+        path.write_bytes(COMPRESS.get(end, bytes)(file.getvalue().encode()))
     elif end in COMPRESS:  # two members, as `cat a.gz b.gz` makes
         path.write_bytes(b"".join(COMPRESS[end](jsonl(part)) for part in (texts[:half], texts[half:])))
     else:
@@ -90,8 +97,20 @@ def write(path: Path, texts: list[str]) -> Path:
     return path
 
 
-NAMES = ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst", "a.jsonl.bz2", "a.parquet", "a.arrow", "a_file.arrow"]
-RARER = ["a.JSONL", "a.json", "a.jsonlines", "a.jl", "a.jl.gzip", "a.jsonl.zstd", "a.JSONL.XZ", "a.Parquet"]
+NAMES = ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst", "a.jsonl.bz2", "a.csv", "a.parquet", "a.arrow"]
+RARER = [
+    "a.tsv",
+    "a.CSV.gz",
+    "a_file.arrow",
+    "a.JSONL",
+    "a.json",
+    "a.jsonlines",
+    "a.jl",
+    "a.jl.gzip",
+    "a.jsonl.zstd",
+    "a.JSONL.XZ",
+    "a.Parquet",
+]
 
 
 @for_each("name", [*NAMES, *RARER])
@@ -101,7 +120,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, name: str, 
     assert texts(run(tmp_path, path)) == TEXTS
 
 
-@for_each("name", [*NAMES, "saved"])
+@for_each("name", [*NAMES, "a_file.arrow", "saved"])
 def test_reading_goes_on_from_any_chunk(tmp_path: Path, name: str, monkeypatch) -> None:
     """The chunks behind a position are those of an uninterrupted reading."""
     monkeypatch.setattr(reading, "CHUNK_BYTES", 2000)
@@ -297,6 +316,33 @@ def test_lines_of_other_programs(tmp_path: Path, raw: bytes, fault: str) -> None
         run(tmp_path, path)
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\xef\xbb\xbf{"text": "b"}\r\n')  # of two files in one
     assert texts(run(tmp_path, path)) == ["a", "b"]
+
+
+@for_each(
+    ("raw", "read"),
+    [
+        (b'\xef\xbb\xbftext\r\n"a\r\nb"\r\n\r\nc "d"\r\n', ["a\r\nb", 'c "d"']),
+        (b"id,text\n1,x\n\n2,\n3,y", ["x", "y"]),
+        (b"text\n" + b"x" * 200_000 + b"\n", ["x" * 200_000]),
+        (b"id;text\n1;x\n", "--json-keys text: .* has no such column; give one of id;text$"),
+        (b"text,text\nx,y\n", "has several columns of this name"),
+        (b"", "has no such column"),
+        ("text\nx\n".encode("utf-16"), "line 1: the header is no UTF-8 text; correct it"),
+        (b'text,id\n"a",1\n"b,2\n', "line 3: unexpected end of data; correct it"),
+        (b'text\n"a"b\n', "line 2: ',' expected after '\"'; correct it"),
+        (b"text,id\na\n", "line 2: 1 field, and the header has 2; correct it"),
+        (b"text,id\na\xff,1\n", "a.csv, row 0: --json-keys text: the column is no string; mend it"),
+    ],
+)
+def test_csv_of_other_programs(tmp_path: Path, raw: bytes, read: list[str] | str) -> None:
+    path, limit = tmp_path / "a.csv", csv.field_size_limit()
+    path.write_bytes(raw)
+    if isinstance(read, list):
+        assert texts(run(tmp_path, path)) == read
+    else:
+        with pytest.raises(ValueError, match=read):
+            run(tmp_path, path)
+    assert csv.field_size_limit() == limit
 
 
 # A frame of zstd that asks for a window of 256 MiB: magic, no flags, a window of 2^(10 + 18), one raw last block of 3.

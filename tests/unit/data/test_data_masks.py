@@ -154,16 +154,24 @@ def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
 
 
 @for_each("template", [MARKED, CHATML, "{{ bos_token }}" + MARKED, "{{ bos_token }}" + CHATML])
-def test_a_conversation_begins_once(tmp_path: Path, template: str) -> None:
-    """A template may write the beginning of a text itself. It is no target, in texts of several keys neither."""
+@for_each("flag", [None, "--prepend-bos", "--no-prepend-bos"])
+def test_a_conversation_begins_once(tmp_path: Path, template: str, flag: str | None, capsys) -> None:
+    """As the template writes it, unless a flag adds it. It is no target, in texts of several keys neither."""
     special = ["<s>", "<|im_start|>", "<|im_end|>"]
     settings = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
     theirs = write_byte_tokenizer(
         tmp_path / "t", special, begins=["<s>"], tokenizer_config=settings, chat_template=template
     )
-    prefix = preprocess(tmp_path, [{"messages": TALK[3:]}], theirs, "--mask-from", "chat")
+    flags = ["--mask-from", "chat", *([flag] if flag else [])]
+    prefix = preprocess(tmp_path, [{"messages": TALK[3:]}], theirs, *flags)
     (found,) = marked(f"{prefix}_messages_document", theirs)
-    assert found.startswith(f"<s><|im_start|>user\nwhy<|im_end|>\n{ANSWER}[so<|im_end|>")
+    begins = "bos_token" in template or flag == "--prepend-bos"
+    assert found.startswith(f"{'<s>' if begins else ''}<|im_start|>user\nwhy<|im_end|>\n{ANSWER}[so<|im_end|>")
+    noted = "conversations begin without '<s>' (256), which the chat template does not write" in capsys.readouterr().err
+    assert noted == (not begins and flag is None)
+    copy, about = load_tokenizer(f"{prefix}_tokenizer"), read_about(IndexedDataset(f"{prefix}_messages_document"))
+    recorded = [256] if begins and flag != "--no-prepend-bos" else []
+    assert list(copy.bos) == recorded == (about["bos"] or [])
     prefix = preprocess(tmp_path / "keys", [{"q": "x", "a": "y"}], theirs, "--json-keys", "q:1", "a:0")
     assert marked(f"{prefix}_q_a_document", theirs) == ["<s>[x]y"]
 
@@ -277,6 +285,27 @@ def test_a_chat_template_that_is_no_text(tmp_path: Path, template: Any) -> None:
     (tokenizer / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(ValueError, match=r"^--mask-from chat: .*--tokenizer .*tokenizer"):
         chat.ChatTemplate(str(tokenizer))
+
+
+LOOPS = "{% for a in range(9999) %}{% for b in range(9999) %}BODY{% endfor %}{% endfor %}"
+
+
+@for_each(
+    "template",
+    [
+        LOOPS.replace("BODY", "x"),
+        MARKED + LOOPS.replace("BODY", LOOPS.replace("BODY", "")),
+        "{% set s = 'x' * 9999 %}{% for a in s %}{% for b in s %}{% for c in s %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+        "{{ 9 ** (9 ** 9) }}",
+    ],
+)
+def test_a_chat_template_without_end_is_refused(tmp_path: Path, template: str, monkeypatch) -> None:
+    monkeypatch.setattr(chat, "RENDERING_CPU_SECONDS", 0.1)
+    tokenizer = write_chat_tokenizer(tmp_path / "tokenizer", template)
+    with pytest.raises(ValueError, match=r"takes more than 0\.1 s of CPU time for a conversation of 5 messages;"):
+        preprocess(tmp_path, [{"messages": TALK}], tokenizer, "--mask-from", "chat", "--on-bad-line", "skip")
+    assert not list(tmp_path.glob("p*"))
 
 
 def test_targets_do_not_depend_on_the_mask_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shlex
+import shutil
 import signal
 import threading
 import zlib
@@ -311,15 +312,15 @@ def test_arguments_are_checked_before_anything_is_written(tmp_path: Path, lines:
             run(tmp_path, *inputs, more=more)
         assert not (tmp_path / "out").exists()
 
-    missing, odd, text = tmp_path / "missing.jsonl", tmp_path / "a.csv", tmp_path / "a.txt"
+    missing, odd, text = tmp_path / "missing.jsonl", tmp_path / "a.xls", tmp_path / "a.txt"
     odd.touch()
     text.write_text("x")
     link = tmp_path / "link.jsonl"
     os.symlink(lines, link)
     refused(f"--input {missing}: No such file", lines, missing)
-    refused(f"--input {odd}: unknown kind .*, for CSV, its folder: --input datasets:{tmp_path}$", odd)
+    refused(f"--input {odd}: unknown kind .*; or give --input-format$", odd)
     (tmp_path / "tables").mkdir()
-    refused(f"a folder without a file .*, for CSV, --input datasets:{tmp_path}/tables$", tmp_path / "tables")
+    refused("a folder without a file .*; name files, or give --input-format", tmp_path / "tables")
     refused(r"--input \('a\\x00b',\): contains a null character", Path("a\0b"))
     refused(f"--input {link}: .* is the same file as {lines}", lines, link)
     refused("--workers -1: give 1 to", lines, more=("--workers", "-1"))
@@ -367,6 +368,48 @@ def test_a_finished_corpus_is_not_replaced_by_another(tmp_path: Path, lines: Pat
     (tmp_path / "out" / "p_text_document.json").unlink()  # as of Megatron-LM
     with pytest.raises(ValueError, match=f"idx exists, and there is no record of the options that made it{way_out}"):
         run(tmp_path, other)
+
+
+@for_each(
+    ("name", "end"),
+    [
+        ("text", "_tokenizer"),
+        ("byte", "_tokenizer"),
+        ("text", "_skipped.txt"),
+        ("link", "_tokenizer"),
+        ("merge", "_tokenizer"),
+    ],
+)
+def test_a_folder_of_the_user_is_not_replaced(tmp_path: Path, name: str, end: str) -> None:
+    """At the name of a corpus's tokenizer, or of its bad lines; those of a corpus are replaced with it."""
+    tokenizer = write_byte_tokenizer(tmp_path / "t", ["<s>"])
+    more = ("--tokenizer", "byte" if name == "byte" else str(tokenizer), "--workers", "1", "--overwrite")
+    path, own = write_jsonl(tmp_path / "a.jsonl", {"text": "ab"}, {}), tmp_path / "out" / f"p{end}"
+    prefix = run(tmp_path, path, prefix="made/p", more=(*more, "--on-bad-line", "skip"))
+
+    def write() -> None:
+        if name == "merge":
+            given = ["--input", f"{prefix}_text_document", "--output-prefix", str(tmp_path / "out" / "p_text_document")]
+            merge_datasets.main(given)
+        else:
+            run(tmp_path, path, more=(*more, "--on-bad-line", "skip"))
+
+    (tmp_path / "mine").mkdir()
+    own.parent.mkdir()
+    if end == "_skipped.txt":
+        own.write_text("mine")
+    elif name == "link":
+        own.symlink_to(tmp_path / "mine")
+    else:
+        shutil.copytree(tmp_path / "mine", own)
+        (own / "notes").write_text("mine")
+    with pytest.raises(ValueError, match=rf"--output-prefix .*p: {own} exists, and no .*; move it, or name another"):
+        write()
+    assert [each.name for each in own.parent.iterdir()] == [own.name]
+    os.rename(own, tmp_path / "moved")
+    write()
+    write()
+    assert own.exists() == (name != "byte")
 
 
 def test_text_from_a_pipe_is_never_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,13 @@ def notes(
         ([[[BOS, 1, 2]], [[1, 2], [BOS, 2]]], (), True, [
             "1 of 2 sampled documents of --data-path c1 do not begin with '<bos>' (256), which --tokenizer t puts"
         ]),
+        ([[[BOS, 1, 2]], [[1, 2, 3]]], (), False, [
+            "1 of 1 sampled documents of --data-path c1 do not begin with '<bos>' (256), which other corpora begin "
+            "with; preprocess all with --prepend-bos, or all with --no-prepend-bos"
+        ]),
+        ([[[1, 2, 3]], [[BOS, 1, 2]]], (), False, ["1 of 1 sampled documents of --data-path c0 do not begin with"]),
+        ([[[1, 2, 3]], [[1, 2, 3]]], (), False, []),
+        ([[[BOS, 1, 2]], [[BOS, 2, 3]]], (), False, []),
         ([[[1, 2, 3]]] * 5, (), True, [f"1 of 1 sampled documents of --data-path c{k}" for k in range(3)] + [
             "2 more corpora differ in this way"
         ]),

@@ -480,7 +480,18 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
     ({"rotary_interleaved": True}, 1, 9, "--architecture gpt2 has no --rotary-interleaved; use one of"),
     ({"max_position_embeddings": 2048}, 1, 9, "--max-position-embeddings 2048 is not --seq-length 1024, and each"),
     ({"layer_pattern": "GN"}, 1, 9, "--layer-pattern GN: --architecture gpt2 has no rotary positions, .*; use G"),
-    ({"hidden_size": 1024, "num_attention_heads": 15}, 1, 9, "--hidden-size 1024 .* --num-attention-heads 15; use 16"),
+    (
+        {"hidden_size": 1024, "num_attention_heads": 15},
+        1,
+        9,
+        "--hidden-size 1024 .* --num-attention-heads 15; use 16 h",
+    ),
+    (
+        {"hidden_size": 97, "num_attention_heads": 12},
+        1,
+        9,
+        "--hidden-size 97 is .* --num-attention-heads 12; use 1 head",
+    ),
     (
         {"tensor_model_parallel_size": 5},
         5,

@@ -14,7 +14,7 @@ V, TURNS = "--pipeline-schedule zero-bubble-v", "--pipeline-schedule interleaved
 # (command line, ranks, the end of the refusal, flag that takes its values); * is where the values are
 CASES = [
     ("--hidden-size 770", 1, "use * heads", "num-attention-heads"),
-    ("--hidden-size 97", 1, "use * heads", "num-attention-heads"),
+    ("--hidden-size 97", 1, "use * head", "num-attention-heads"),
     ("--architecture llama --num-query-groups 5", 1, "use one of *", "num-query-groups"),
     ("--architecture llama --num-query-groups 2 --tensor-model-parallel-size 3", 0,
      "use a --tensor-model-parallel-size of *", "tensor-model-parallel-size"),

@@ -79,6 +79,26 @@ def write(path: Path, start: int, iterations: range, **changes: Any) -> None:
 # -- metrics.jsonl
 
 
+@for_each("start", [0, 4, None])
+@for_each("kind", ["link", "dangling link", "FIFO", "folder"])
+def test_metrics_are_written_to_a_file_alone(tmp_path: Path, start: int | None, kind: str) -> None:
+    """At the first start, at a resume, and by an evaluation: what is there is neither followed nor moved."""
+    path, target = tmp_path / "metrics.jsonl", tmp_path / "theirs"
+    if kind == "link":
+        target.write_text("theirs")
+    if kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.mkdir() if kind == "folder" else path.symlink_to(target)
+    with pytest.raises(OSError, match="it is a folder, a FIFO, a device, or a link that is not followed"):
+        MetricsFile(path, start)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "metrics.jsonl",
+        *(["theirs"] if kind == "link" else []),
+    ]
+    assert kind != "link" or (path.is_symlink() and target.read_text() == "theirs")
+
+
 def test_a_line_is_there_as_soon_as_it_is_written(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl", 0)
     for i in (1, 2):

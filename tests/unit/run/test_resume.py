@@ -234,6 +234,18 @@ def test_checkpoints_of_other_systems_are_named_and_never_written_among(
     assert contents(theirs) == before
 
 
+@for_each(
+    "name", ["vectors.pt", "best.pth", "hidden_states.pt", "logits/common.pt", "pt/x.pt", "common.pt", "x.pt.zip"]
+)
+def test_a_file_of_tensors_is_no_checkpoint_of_another_system(name: str, tmp_path: Path) -> None:
+    """A run begins next to it, and --load of such a folder has nothing to load."""
+    folder = filled(tmp_path / "mine", (name,))
+    for options in ({"save": folder}, {"load": folder, "save": folder}, {"save": folder, "save_hf": folder}):
+        assert find_checkpoint(config(**options)) is None
+    with pytest.raises(ValueError, match=r"--load .*mine has nothing to load"):
+        find_checkpoint(config(load=folder, save=tmp_path / "new"))
+
+
 def test_a_hugging_face_folder_is_loaded_and_never_saved_into(tmp_path: Path) -> None:
     theirs = filled(tmp_path / "theirs", ("config.json={}", "model.safetensors", "latest=global_step10"))
     assert find_checkpoint(config(load=theirs, save=tmp_path / "new")) == theirs
