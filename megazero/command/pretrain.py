@@ -25,8 +25,7 @@ def pretrain(argv: list[str]) -> None:
     _collect_garbage()
     with reporting_errors(command, world):
         if command.config.log.show_options:
-            if world.rank == 0:
-                print(command.stack.table())
+            log.info(command.stack.table())
         elif plans(command.config.plan):
             from megazero.command.predict import predict
 

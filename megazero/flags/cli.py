@@ -25,7 +25,7 @@ from megazero.flags.help import show_normal, until_reader_ends, with_whole_lines
 from megazero.flags.limit_checks import check_text
 from megazero.flags.presets import Preset, read_preset
 from megazero.flags.recipe import RECIPE_FLAGS
-from megazero.flags.stack import COMMAND_LINE, Layer, Stack, Standing
+from megazero.flags.stack import COMMAND_LINE, OptionLayer, Stack, Standing
 from megazero.flags.validate import check_values, plans
 from megazero.log import log
 
@@ -174,7 +174,7 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
             raise
     typed = names_of(args)
     words = {each: value_of(config, each) for each in (*typed, "preset", "hf-config")}
-    stack, lines = Stack((*layers, Layer(COMMAND_LINE, words))), list[str]()
+    stack, lines = Stack((*layers, OptionLayer(COMMAND_LINE, words))), list[str]()
     if config.parallel.elastic and "layout" not in stack.given:
         stack = stack.over("--elastic", {"layout": "auto"})
     if stack.config.parallel.layout == "auto" and {"layout", "elastic"} & typed:
@@ -224,20 +224,20 @@ def _sources(args: list[str], preset: Mapping[str, Any]) -> tuple[str, list[str]
     return hf_config, [load for load in (preset.get("load", ""), *loads) if load]
 
 
-def _layers(preset: Mapping[str, Any], found: ModelFlags | None, args: list[str]) -> tuple[Layer, ...]:
+def _layers(preset: Mapping[str, Any], found: ModelFlags | None, args: list[str]) -> tuple[OptionLayer, ...]:
     """Return the layers below the command line. See Note [A config.json among the flags]."""
-    of_preset, layers = Layer(f"--preset {_last_value(args, 'preset')}", preset), list[Layer]()
+    of_preset, layers = OptionLayer(f"--preset {_last_value(args, 'preset')}", preset), list[OptionLayer]()
     if found:
-        of_model = Layer(f"the model of {found.source}", found.values)
+        of_model = OptionLayer(f"the model of {found.source}", found.values)
         if found.tokenizer:
-            layers.append(Layer(f"the tokenizer of {found.source}", {"tokenizer": found.tokenizer}))
+            layers.append(OptionLayer(f"the tokenizer of {found.source}", {"tokenizer": found.tokenizer}))
         named = found.source in (_last_value(args, "hf-config"), *_values(args, "load"))
         layers += [of_preset, of_model] if named else [of_model, of_preset]
-        layers.append(Layer(of_model.source, {"hf-config": found.source}))
+        layers.append(OptionLayer(of_model.source, {"hf-config": found.source}))
     else:
         layers.append(of_preset)
     asked = _last_value(args, "architecture") or Stack(tuple(layers)).config.model.architecture
-    of_architecture = Layer(f"--architecture {asked}", flags_of(asked).defaults, Standing.IMPLIED)
+    of_architecture = OptionLayer(f"--architecture {asked}", flags_of(asked).defaults, Standing.IMPLIED)
     return (of_architecture, *layers)
 
 

@@ -1,6 +1,6 @@
 """Rules between options that a preset may break with the command line: then a value of the preset gives way. Pure.
 
-A rule is told once: its refusal is the condition of the checker (`validate`) and of presets (`giving_way`).
+The refusal of a rule is the condition of the checker (`validate`) and of presets (`giving_way`).
 """
 
 import re

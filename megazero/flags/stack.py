@@ -25,7 +25,7 @@ class Standing(Enum):
     DERIVED = "derived"  # for this run: its machine, ranks or data
 
 
-class Layer(NamedTuple):
+class OptionLayer(NamedTuple):
     """Values of flags, by their names without dashes.
 
     Attributes:
@@ -43,7 +43,7 @@ class Layer(NamedTuple):
 class Stack:
     """Layers, the lowest one first."""
 
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[OptionLayer, ...] = ()
 
     def over(
         self,
@@ -53,12 +53,12 @@ class Stack:
         undone: Collection[str] = (),
     ) -> "Stack":
         """Return the stack with one layer more."""
-        return Stack((*self.layers, Layer(source, values, standing, frozenset(undone))))
+        return Stack((*self.layers, OptionLayer(source, values, standing, frozenset(undone))))
 
     @functools.cached_property
-    def sources(self) -> Mapping[str, Layer]:
+    def sources(self) -> Mapping[str, OptionLayer]:
         """The layer that decides the value of a flag, by its name; a flag without one has its default."""
-        found = dict[str, Layer]()
+        found = dict[str, OptionLayer]()
         for layer in self.layers:
             found = {name: below for name, below in found.items() if name not in layer.undone}
             found |= dict.fromkeys(layer.values, layer)

@@ -21,7 +21,6 @@ from megazero.flags.recipe import (
     recipe_words,
     step_law_batch,
     step_law_rate,
-    with_recipe,
 )
 from megazero.flags.validate import check_values
 from megazero.run.run_state import RunState
@@ -148,7 +147,7 @@ def test_the_recipe_of_a_long_run() -> None:
         "lr-decay-style": "wsd", "lr-wsd-decay-iters": 3125, "weight-decay": float(f"{decay:.3g}"), "adam-beta1": 0.9,
         "adam-beta2": 0.95,
     }  # fmt: skip
-    words = recipe_words(with_recipe(config, chosen), chosen, size).splitlines()
+    words = recipe_words(with_values(config, found), chosen, size).splitlines()
     assert words[0] == "--recipe auto: N = 200,000,000 parameters of blocks, D = 4,000,000,000 tokens"
     assert [line.split()[0] for line in words[1:]] == [f"--{flag}" for flag in found]
     tokens = {each.flag: each.value for each in recipe(config, set(), size)}
