@@ -40,7 +40,7 @@ FLIPPED = {
     "multi-latent-attention": ("--multi-latent-attention", "--architecture llama"),
     "q-lora-rank": ("--q-lora-rank 24", LATENT),
     "kv-lora-rank": ("--kv-lora-rank 24", LATENT),
-    "qk-head-dim": ("--qk-head-dim 24", LATENT),
+    "qk-head-dim": ("--qk-head-dim 24", f"{LATENT} --v-head-dim 24"),
     "qk-pos-emb-head-dim": ("--qk-pos-emb-head-dim 24", LATENT),
     "v-head-dim": ("--v-head-dim 24", LATENT),
     "window-size": ("--window-size 8", ""),
