@@ -18,8 +18,7 @@ import torch
 
 from megazero.checkpoint.manifest import Manifest, StoredTensor, Tiling, dtype_name, key, torch_dtype
 from megazero.checkpoint.regions import Region, Shape, coverage_fault, intersection
-from megazero.checkpoint.shard_regions import owned_chunks, views_of
-from megazero.checkpoint.shards import LocalShard
+from megazero.checkpoint.shards import LocalShard, owned_chunks, views_of
 
 # Global shape and dtype, by name, of a tensor. A rank declares tensors of which it owns nothing, too.
 Declared = tuple[Shape, str]

@@ -29,8 +29,7 @@ from megazero.checkpoint.manifest import (
 )
 from megazero.checkpoint.planning import RankPlan, Read, SaveLayout, Skipped, file_name, own_chunks, reads
 from megazero.checkpoint.regions import Region
-from megazero.checkpoint.shard_regions import owned_regions, views_of
-from megazero.checkpoint.shards import LocalShard
+from megazero.checkpoint.shards import LocalShard, owned_regions, views_of
 from megazero.checkpoint.tensor_file import host_bytes, write_safetensors
 from megazero.files import crc32, make_folders, open_regular, sync_folder
 

@@ -27,8 +27,7 @@ from megazero.checkpoint.manifest import (
 )
 from megazero.checkpoint.planning import file_name
 from megazero.checkpoint.regions import Region, coverage_fault, split
-from megazero.checkpoint.shard_regions import CHUNK_BYTES
-from megazero.checkpoint.shards import LocalShard
+from megazero.checkpoint.shards import CHUNK_BYTES, LocalShard
 from megazero.checkpoint.storage import ChunkReader
 from megazero.checkpoint.tensor_file import TensorFile
 from megazero.files import crc32, sync_folder

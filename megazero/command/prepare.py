@@ -17,7 +17,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.files import explain
 from megazero.flags.cli import Command
 from megazero.flags.config import Config, ModelConfig
-from megazero.flags.gpu_defaults import gpu_defaults
+from megazero.flags.implied import gpu_defaults
 from megazero.flags.resolve import resolve
 from megazero.flags.stack import Standing
 from megazero.flags.stages import DataStage, last_samples, longest, read_stages

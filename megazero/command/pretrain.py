@@ -27,11 +27,11 @@ def pretrain(argv: list[str]) -> None:
         if command.config.log.show_options:
             log.info(command.stack.table())
         elif plans(command.config.plan):
-            from megazero.command.predict import predict
+            from megazero.command.predictions import predict
 
             predict(command)
         elif command.config.plan.rehearse:
-            from megazero.command.rehearse import rehearse
+            from megazero.command.predictions import rehearse
 
             rehearse(command, world)
         else:

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from megazero.called_as import in_own_words, program_name
 from megazero.flags.architecture_flags import flags_of
-from megazero.flags.branch import branch
 from megazero.flags.config import Config
-from megazero.flags.duration import count_iterations
 from megazero.flags.flag_names import LAYOUT_FLAGS, flags, to_toml, toml_value, value_of
 from megazero.flags.foreign.other_defaults import left_out
 from megazero.flags.foreign.translate import OWN_WORDS, refusals, split_items, translate
 from megazero.flags.giving_way import give_way, without_layout
 from megazero.flags.help import show_normal, until_reader_ends, with_whole_lines
+from megazero.flags.implied import branch, count_iterations
 from megazero.flags.limit_checks import check_text
 from megazero.flags.presets import Preset, read_preset
 from megazero.flags.recipe import RECIPE_FLAGS

@@ -7,9 +7,9 @@ from typing import Any
 from megazero.engine.options.option import Role
 from megazero.files import explain, read_toml
 from megazero.flags.batch_ramp import batch_sizes
-from megazero.flags.branch import SETS
 from megazero.flags.config import Config
 from megazero.flags.flag_names import flags_with, with_values
+from megazero.flags.implied import SETS
 from megazero.flags.presets import typed_values
 from megazero.flags.validate import plans, skipped_samples
 

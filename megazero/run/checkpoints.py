@@ -24,8 +24,8 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.engine.mesh.collectives import MIN
 from megazero.engine.options.optimizers import AVERAGE
 from megazero.engine.step.engine import Engine
-from megazero.flags.branch import SETS
 from megazero.flags.config import Config, ModelConfig
+from megazero.flags.implied import SETS
 from megazero.flags.stages import WHOLE, DataStage
 from megazero.log import log
 from megazero.run.changes import changed_options

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megazero import checkpoint
-from megazero.checkpoint import manifest, shard_regions, tensor_file
+from megazero.checkpoint import manifest, shards, tensor_file
 from megazero.checkpoint.shards import LocalShard
 
 TIME_LIMIT = 600.0  # seconds, for a group of ranks
@@ -148,7 +148,7 @@ def load_layout(rank: int, root: Path, tp: int, dp: int, stage: int) -> None:
 def test_any_layout_loads_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: tuple, loaded: tuple, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(shard_regions, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", chunk_bytes)
     assert len(set(on_ranks(saved[0] * saved[1], save_layout, tmp_path, tmp_path / "root", *saved))) == 1
     assert sorted(os.listdir(tmp_path / "root")) == ["iter_0000100", "latest"]
     files = {file.name for file in (tmp_path / "root" / "iter_0000100").iterdir()}

@@ -9,7 +9,7 @@ import torch
 
 from megazero import checkpoint
 from megazero.checkpoint.engine_state import EngineState, states_of
-from megazero.checkpoint.shard_regions import owned_regions, views_of
+from megazero.checkpoint.shards import owned_regions, views_of
 from megazero.checkpoint.streaming import TensorReader
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.optim.small import Wide

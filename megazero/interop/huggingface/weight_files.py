@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from megazero.checkpoint.regions import Region, intersection
-from megazero.checkpoint.shard_regions import owned_regions, views_of
-from megazero.checkpoint.shards import LocalShard
+from megazero.checkpoint.shards import LocalShard, owned_regions, views_of
 from megazero.files import read_json_object
 from megazero.flags.config import ModelConfig
 from megazero.flags.flag_names import as_flag

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from megazero import checkpoint, files
-from megazero.checkpoint import manifest, shard_regions, storage
+from megazero.checkpoint import manifest, shards, storage
 from megazero.checkpoint.regions import Region
 from megazero.checkpoint.shards import LocalShard
 from tests.helpers.table import for_each
@@ -56,7 +56,7 @@ def flip_bit(path: Path, position: int, bit: int = 0) -> None:
 @for_each("dtype", DTYPES)
 @for_each("chunk_bytes", [8, 64, 2**20])
 def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk_bytes: int) -> None:
-    monkeypatch.setattr(shard_regions, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", chunk_bytes)
     state = {"consumed_samples": 12, "layout": {"tp": 1}, "loss": 0.1, "name": "é"}
     path = checkpoint.save(tmp_path / "new" / "root", 100, model(1, dtype), state)
     assert path == tmp_path / "new" / "root" / "iter_0000100"
@@ -79,7 +79,7 @@ def test_bits_survive(tmp_path: Path) -> None:
 
 def test_any_range_loads_from_any_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every flat range of every column block of a matrix that was saved in chunks of 2 rows."""
-    monkeypatch.setattr(shard_regions, "CHUNK_BYTES", 2 * 7 * 4)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 2 * 7 * 4)
     full = torch.arange(35.0)
     path = checkpoint.save(tmp_path, 1, {"w": whole((5, 7), full)}, {})
     assert len(manifest.read_manifest(path).chunks("w")) == 3
@@ -93,7 +93,7 @@ def test_any_range_loads_from_any_chunks(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_regions, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 16)
     path = checkpoint.save(tmp_path, 1, {"x": whole((100,), torch.arange(100.0))}, {})
     read = []
     original = storage.ChunkReader.read_chunk
@@ -234,7 +234,7 @@ def rewritten(path: Path, change: Callable[[list[manifest.StoredChunk]], list[ma
 
 
 def test_a_manifest_with_a_hole_or_an_overlap_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_regions, "CHUNK_BYTES", 7 * 4)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 7 * 4)
     path = checkpoint.save(tmp_path, 1, model(1), {})
     rewritten(path, lambda chunks: chunks[:2] + chunks[3:])
     with pytest.raises(ValueError, match=r"broken: of tensor 'w' elements \[2:3, 0:7\] are missing"):

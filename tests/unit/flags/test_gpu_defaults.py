@@ -10,7 +10,7 @@ from megazero.cluster import launch
 from megazero.engine.options.schema import Precision
 from megazero.flags.cli import read
 from megazero.flags.flag_names import with_values
-from megazero.flags.gpu_defaults import gpu_defaults
+from megazero.flags.implied import gpu_defaults
 from megazero.planner.run_plan import plan_config
 from megazero.planner.time.devices import known_devices, load_device
 from tests.helpers.table import for_each

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import pretrain_gpt
-from megazero.command.predict import predict
+from megazero.command.predictions import predict
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.flat_layout import Matrices
 from megazero.engine.plan.layout.layers import stage_units

@@ -403,7 +403,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @for_each("damage", DAMAGES)
 def test_what_a_load_refuses_is_a_fault_to_verify(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megazero.checkpoint.shard_regions.CHUNK_BYTES", 16)  # several chunks a tensor
+    monkeypatch.setattr("megazero.checkpoint.shards.CHUNK_BYTES", 16)  # several chunks a tensor
     path = saved(tmp_path)
     assert list(verify.faults(path)) == []
     load(path)
