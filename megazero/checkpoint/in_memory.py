@@ -9,7 +9,8 @@ A node's part is written in `.iter_0000100.partial`. It gets its name when every
 older one deleted. So at most two exist, and a kill at any moment leaves one that is whole.
 A run that resumes takes the newest one that is whole and newer than the disk's, with the order of Note [Which one] in
 `folders`. Another run may have left it: its `saved_into` must be the content of the file IDENTITY in the --save folder,
-which is gone when a user deletes that folder, and new when a start loads no copy: then those of absent nodes are void.
+which is gone when a user deletes that folder. A start that loads no copy writes a new IDENTITY, which invalidates
+copies on absent nodes.
 Chunks that no local file has are asked of ranks that have them, so that
 any layout on any nodes loads it, and no node needs memory for files of others.
 """
@@ -55,7 +56,7 @@ from megazero.log import log
 from megazero.units import size, things
 
 IDENTITY = "memory-checkpoints.id"
-KEPT = 2  # checkpoints of each copy, while one is written
+MAX_PER_NODE = 2  # the newest whole one and the one in progress
 SHARED_MEMORY = "/dev/shm/megazero-{}"  # of a user
 
 
@@ -166,7 +167,9 @@ class MemoryCheckpoints:
         def count(plans: list[RankPlan]) -> list[list[int]]:
             written = SaveLayout(plans).num_bytes
             own = [sum(written[rank] for rank in ranks) for ranks in self.nodes.ranks]
-            return [[KEPT * (n + (own[at - 1] if len(own) > 1 else 0)) for at, n in enumerate(own)]] * len(plans)
+            return [[MAX_PER_NODE * (n + (own[at - 1] if len(own) > 1 else 0)) for at, n in enumerate(own)]] * len(
+                plans
+            )
 
         plan, action = lambda: RankPlan.of(shards), "planning copies in memory"
         return list(together(action, self.group, plan, count, sends=RankPlan, answers=list[int]))

@@ -59,5 +59,5 @@ def batch_sizes(config: Config) -> BatchSizes:
 
 
 def padding_samples(config: Config, dp: int) -> int:
-    """Return the samples of padding that `dp` replicas compute besides the full global batch."""
+    """Return the padding samples of `dp` replicas in a full global batch."""
     return config.micro_batches(dp) * config.training.micro_batch_size * dp - config.training.global_batch_size

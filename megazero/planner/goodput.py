@@ -64,7 +64,7 @@ def ways(config: Config, device: Device, devices: int, hours: float) -> list[Way
     write, copy = each / device.disk_bandwidth, each / device["host.bandwidth"]
     disk_save = copy if config.checkpoint.async_save else write
     disk = _way("disk", disk_save, write, restart=START_SECONDS + write, mtbf=mtbf)
-    # the copy on another node passes the network, behind the next steps
+    # the copy is sent to another node during the next steps
     sharing = device.ranks_per_node(devices)
     send = each * sharing / (device["cluster.bandwidth"] * device["cluster.fraction"])
     memory = _way("memory", copy, send, restart=START_SECONDS + send + copy, mtbf=mtbf)

@@ -206,7 +206,7 @@ class Checkpoints:
         return shards, state.to_json()
 
     def copy_due(self, iteration: int) -> bool:
-        """Return whether to save in memory: at each interval, and after a load, because a lost node took copies."""
+        """Return whether to save in memory: at each interval, and after a load: copies on a lost node are gone."""
         interval = self.config.checkpoint.memory_checkpoint_interval
         return interval > 0 and (iteration % interval == 0 or iteration - 1 == self.loaded_from_memory)
 
@@ -368,7 +368,7 @@ class CheckpointLoader:
         asked = takes_memory(self.config) or (self.config.parallel.elastic and generation() > 0)
         while True:
             load = find_checkpoint(self.config, self.mesh.host.group, faults)
-            if self.memory is not None and asked:  # unless it resumes, --save has no checkpoint yet
+            if self.memory is not None and asked:  # a run that does not resume has no checkpoint in --save
                 saved = load if load is not None and load.parent.resolve() == save.resolve() else None
                 yield from ((copy.path, copy) for copy in self.memory.find(saved, faults))
             if load is None:

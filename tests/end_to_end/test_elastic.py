@@ -36,7 +36,7 @@ def test_a_lost_node_is_noticed_and_one_that_comes_back_is_taken_in(tmp_path):
         run.start("b")
         run.together("a", "b", "c", after=without)
         assert len(set(re.findall(r"launched (\S+),", run.everything()))) == 1
-        assert re.search(r"^(\w, )*b(, \w)*: the agent of this node is gone", run.everything(), re.MULTILINE)
+        assert re.search(r"^(\w, )*b(, \w)*: the agent of this node stopped", run.everything(), re.MULTILINE)
         assert "failure" not in run.everything()
         (tmp_path / "count").write_text(str(10**6))
         assert run.end() == {"a": 0, "b": 0, "c": 0}

@@ -47,7 +47,7 @@ class Expected(NamedTuple):
 
 
 def expected(case: Case, path: Path) -> Expected:
-    """Compute every request by a forward of its own. Of the last six, the continuation is the model's likeliest."""
+    """Compute every request by a forward of its own. The continuation of the last six is the model's likeliest."""
     path.write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
     requests = encode_tasks(read_tasks([str(path)]), load_tokenizer("byte")).requests(BYTES.seq_length)
     config, pairs, nats, missed = case.config(), list(requests.pairs), [], []

@@ -131,7 +131,7 @@ class Meeting(DynamicRendezvousHandler):
         gone = self.members - frozenset(self.state.participants)
         if gone:
             names = ", ".join(sorted(node.addr for node in gone))
-            notes.leave(notes.LOST, f"{names}: the agent of this node is gone, or its ranks have ended; ending")
+            notes.leave(notes.LOST, f"{names}: the agent of this node stopped, or its ranks ended; this rank ends")
         self.waiting_since = (self.waiting_since or time.monotonic()) if waiting else None
         if self.waiting_since and not gone and time.monotonic() - self.waiting_since > SETTLE_SECONDS:
             notes.leave(notes.CHANGED, f"{waiting}")

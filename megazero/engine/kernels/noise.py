@@ -27,7 +27,7 @@ class NoisePiece(NamedTuple):
 
 
 def _place(seed: int, piece: NoisePiece) -> tuple[int, ...]:
-    """Describe the blocks of a piece. Of the dims before the last, dim 0 and one more at most are sharded.
+    """Describe the blocks of a piece. At most dim 0 and one other leading dim are sharded.
 
     Returns:
         The first block, in the slice; the shift from there to its local number; local blocks of a row, and local rows

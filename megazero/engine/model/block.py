@@ -60,7 +60,7 @@ class Layer(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))); the inner width is sharded over tp. Of a gated activation, `up` has [2, f, h]."""
+    """down(activation(up(x))); the inner width is sharded over tp. `up` has [2, f, h] if the activation is gated."""
 
     def __init__(
         self, model: ModelConfig, context: Context, activation: ActivationName | None = None, bias: bool | None = None

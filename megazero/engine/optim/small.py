@@ -64,7 +64,7 @@ class Wide:
         return self.data[part]
 
     def write(self, part: slice, values: torch.Tensor, bits: torch.Tensor | None) -> None:
-        """Replace numbers. Views that `read` has returned need it not.
+        """Replace numbers; not needed after writing to a view from `read`.
 
         Args:
             bits: 16 random bits for each, int32.

@@ -241,12 +241,12 @@ class ParallelConfig:
     layout: Annotated[Literal["given", "auto"], Usual("parallelism", 0)] = "given"
     """auto: choose the flags of the layout for the ranks and devices of this run: the fastest layout that fits in
     memory, as predicted by --plan-search. It chooses parallelism, schedule, ZeRO stage, recompute and micro-batch size,
-    prints them as flags, and writes them to config.toml. Of these flags, those on the command line keep their value;
+    prints them as flags, and writes them to config.toml. Flags among these on the command line keep their value;
     those of a preset do not count, unless the preset has layout = "auto". Needs --global-batch-size. given: take these
     flags as they are given, or their defaults. Every layout trains the same model."""
     elastic: Annotated[str, Role.KIND_OF_RUN, Requires("save"), Requires("global-batch-size")] = ""
     """MIN:MAX, such as 6:8: train on as many nodes as there are, from MIN to MAX. When nodes are lost, the run starts
-    again on those that are left, from its newest checkpoint; when some come back, it takes them in after a step. Batch
+    again on those that are left, from its newest checkpoint; returning nodes join after the current step. Batch
     and samples stay the same, and so does the loss. Needs --save and --global-batch-size. Implies --layout auto, and
     --load of the --save folder when it has a checkpoint. SAVE/layouts.json keeps the layout for each number of nodes.
     Start every node with scripts/launch.sh, or the job with scripts/slurm/pretrain.sbatch (docs/cluster.md)."""

@@ -6,7 +6,7 @@ reads are recorded. A key of the file is *read* if the row reads its attribute, 
 is another without the key, or with 1 as its number or its factor: `rope_theta` and `rope_scaling` of old files become
 `rope_parameters`, and may have the default values. Then the file is parsed again with the keys that are read alone. An
 attribute that differs between both is one that the file sets away from its default, and that nothing of ours computes.
-No computation depends on those of HARMLESS. Of the others, `trial` finds those that transformers' model ignores, by
+No computation depends on those of HARMLESS. `trial` finds which of the others transformers' model ignores, by
 small copies of it with and without them: they are ignored, and reported, as are IGNORED and `HuggingFaceModel.ignored`.
 The rest is refused. So a row needs no list of the keys that it does not support.
 """

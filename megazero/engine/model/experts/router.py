@@ -167,7 +167,7 @@ class Router(WeightedModule):
             self.bias = self.statistics.new_zeros(self.experts)
 
     def forward(self, x: torch.Tensor, tokens: MicroBatchInfo, has_graph: bool) -> Routed:
-        """x [T, h], of which all ranks of etp have the same, below autograd."""
+        """x [T, h], equal on all ranks of etp. Runs below autograd."""
         exact, choices = wide(x), None
         bias = None if self.logit_bias is None else self.logit_bias.data.to(exact)
         logits = F.linear(x.to(exact), self.weight.data.to(exact), bias)

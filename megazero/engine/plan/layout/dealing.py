@@ -20,7 +20,7 @@ from megazero.engine.options.schema import StepConfig
 from megazero.engine.plan.layout.topology import Layout
 
 TILE = 128  # tokens of the shortest pieces, unless two pieces per rank are shorter
-TOLERANCE = 0.01  # imbalance for which no more pieces are made
+TOLERANCE = 0.01  # stop cutting below this imbalance
 
 
 class Deal(NamedTuple):

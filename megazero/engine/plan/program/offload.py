@@ -50,7 +50,7 @@ class _Chains:
 
     Attributes:
         flying: unit -> the operation in flight, and those that follow it.
-        waited: units whose chains the next Reduce has advanced already.
+        waited: units whose chain already advanced with the next Reduce.
         stored: units with gradients of earlier micro-batches; those whose gradients are being fetched, and those with
             gradients that are open.
         left: unit -> Reduces to come; units to come that are opened.
