@@ -8,6 +8,7 @@ from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.layout.zero_policy import offload_fraction
 from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.engine.plan.schedule.schedules import SCHEDULES
 from megazero.flags.config import Config
 from megazero.flags.flag_names import with_values
 from megazero.flags.resolve import resolve
@@ -77,7 +78,9 @@ ADVICE: dict[str, tuple[tuple[str, Possible], ...]] = {
         ("a smaller --micro-batch-size", lambda c, _: c.training.micro_batch_size > 1),
         (
             "--pipeline-schedule interleaved or zero-bubble",
-            lambda c, _: c.parallel.pipeline_schedule in ("gpipe", "1f1b"),
+            lambda c, _: (
+                c.parallel.virtual_pipeline_stages == 1 and not SCHEDULES[c.parallel.pipeline_schedule].backlog
+            ),
         ),
         ("fewer stages", _always),
     ),

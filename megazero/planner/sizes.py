@@ -43,6 +43,7 @@ from megazero.engine.plan.program.operations import (
     WriteStates,
 )
 from megazero.engine.plan.program.rank_spec import RankSpec
+from megazero.engine.plan.schedule.schedules import SCHEDULES
 from megazero.flags.config import BYTES, Config
 from megazero.flags.corpus_flags import named_corpora
 from megazero.planner.state_shares import States, host_rate
@@ -180,7 +181,7 @@ def least_held(config: Config, layout: Layout, numel: Mapping[str, int], blocks:
             held["host"] += states[name].host.of(count)
     if training.freeze_parameters or not config.trains:  # layers before the first trained one keep no input
         return held
-    live = config.micro_batches(layout.dp) if config.parallel.pipeline_schedule == "gpipe" else 1
+    live = config.micro_batches(layout.dp) if SCHEDULES[config.parallel.pipeline_schedule].holds_all else 1
     kept = 0 if config.activations.checkpoint_in_cpu else live * blocks * kept_input_bytes(config, layout)
     gradients = sum(states[name].gradients.of(count) for name, count in numel.items())
     logits = logits_bytes(config, layout) if last else 0

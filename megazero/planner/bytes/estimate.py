@@ -39,6 +39,7 @@ from megazero.engine.plan.program.operations import (
 )
 from megazero.engine.plan.program.program import Program, program
 from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.engine.plan.schedule.schedules import SCHEDULES
 from megazero.flags.config import Config
 from megazero.flags.flag_names import with_values
 from megazero.planner.bytes.rank_parts import rank_parts
@@ -50,7 +51,6 @@ from megazero.planner.trace.trace import layer_sizes
 
 PEAKS = ("activation_checkpoints", "buffers", "logits")  # kinds whose peak is in metrics.jsonl
 KINDS = ("parameters", "optimizer", "gradients", "activation_checkpoints", "buffers", "logits", "activations")
-STEADY = ("1f1b", "interleaved")  # schedules that are periodic after the first round of the pipeline
 
 
 class Estimate(NamedTuple):
@@ -96,7 +96,7 @@ class StageBytes(NamedTuple):
 class Few(NamedTuple):
     """Steps of `counts` micro-batches are simulated, and a step of `wanted` is extrapolated from them.
 
-    Under the schedules of STEADY, every further micro-batch sends the same bytes, adds no memory and takes the same
+    Under periodic schedules, every further micro-batch sends the same bytes, adds no memory and takes the same
     time, up to one percent of a step. So two counts are enough. If `wanted` is small, the only count is `wanted`.
     """
 
@@ -108,7 +108,7 @@ class Few(NamedTuple):
         # At least two, because gradients of one micro-batch are not accumulated but reduced unit by unit. More than the
         # forwards before a rank's first backward: it holds most in the first forward after that.
         least = max(2, (1 if layout.chunks == 1 else 2) * layout.pp + (wanted % layout.pp or layout.pp))
-        if schedule not in STEADY or least + least + layout.pp >= wanted:
+        if schedule not in SCHEDULES or not SCHEDULES[schedule].periodic or least + least + layout.pp >= wanted:
             return cls(wanted, (wanted,))
         return cls(wanted, (least, least + layout.pp))
 

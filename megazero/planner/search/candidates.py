@@ -22,7 +22,8 @@ LEAST_DEALT = 4096  # tokens of a sample on a context-parallel rank: of fewer, t
 MOST_OF_A_V = 512  # stages x micro-batches: finding the order of a longer V takes many seconds
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 FEW_SAMPLES = 8  # of a replica: fewer may be one micro-batch, such as 3
-SCHEDULES = (("1f1b", 1), ("zero-bubble", 1), ("zero-bubble-v", 2), *(("interleaved", v) for v in (2, 3, 4, 6, 8)))
+# The fewest chunks first
+SCHEDULES = sorted(((name, v) for name, order in ORDERS.items() for v in order.tried), key=lambda each: each[1])
 Given = Mapping[str, Any]  # flags that keep their value, without dashes
 T = TypeVar("T")
 
@@ -117,7 +118,7 @@ def candidates(config: Config, world: int, device: Device, given: Given | None =
         ):
             if sequence and (partition or micro * model.seq_length % tp):
                 continue
-            if schedule == "zero-bubble-v" and pp * (share // micro) > MOST_OF_A_V:
+            if ORDERS[schedule].v_shaped and pp * (share // micro) > MOST_OF_A_V:
                 continue
             for ep, etp in _experts(model, layout.stride("pp"), tp, sequence=sequence, given=fixed):
                 if within[shard] % ep == 0:

@@ -43,7 +43,6 @@ SAME_SIZES = 4  # of the layouts tried, the most with the same sizes of axes
 Track = Callable[[Sequence["Candidate"], str], Iterable["Candidate"]]
 # sharding group -> axes of the ranks that share a copy, and of those with the same part of different copies
 AXES = {DENSE: ("shard", "replica"), EXPERT: ("expert_shard", "expert_replica")}
-BUBBLE = {"zero-bubble": 1 / 3, "zero-bubble-v": 1 / 6}  # of (p - 1) / v passes; 1 with other schedules
 
 
 class _Block(NamedTuple):
@@ -76,9 +75,9 @@ def _live(c: Candidate, m: int) -> tuple[int, ...]:
     With virtual stages, warm-up begins another round of the first chunk before the first backward.
     """
     least = min(m, c.pp)
-    if c.schedule == "zero-bubble-v":
+    if ORDERS[c.schedule].v_shaped:
         return min(m, 2 * c.pp - 1), 0
-    if c.schedule == "gpipe":
+    if ORDERS[c.schedule].holds_all:
         return (m,)
     return (min(m, 2 * c.pp - 1), *[least] * (c.chunks - 1)) if c.chunks > 1 else (least,)
 
@@ -192,7 +191,7 @@ class ClosedTerms:
     def fits(self, c: Candidate) -> bool:
         """Return whether a layout may fit. States come first, because they need no trace."""
         usable = self._usable(
-            self._layout(c.sizes, c.pp, c.shard, chunks=c.chunks, v_shaped=c.schedule == "zero-bubble-v")
+            self._layout(c.sizes, c.pp, c.shard, chunks=c.chunks, v_shaped=ORDERS[c.schedule].v_shaped)
         )
         return self._held(c).rest <= usable and self.memory(c) <= usable
 
@@ -235,8 +234,8 @@ class ClosedTerms:
                 held += live * sum(n * saved[kind].whole for kind, n in chunk.items())
         if c.recompute == "full":
             held += min(each.without_input for each in saved.values())
-        # later forwards, which hold as much, follow the first backward of each chunk, but none does under gpipe
-        steady = c.schedule != "gpipe" and (m >= 3 * c.pp if c.chunks > 1 else m > c.pp)
+        # later forwards, which hold as much, follow the first backward of each chunk, but none does if all are held
+        steady = not ORDERS[c.schedule].holds_all and (m >= 3 * c.pp if c.chunks > 1 else m > c.pp)
         return rest + (accumulated + held if steady else max(gradients, held))
 
     def seconds(self, c: Candidate) -> float:
@@ -246,8 +245,7 @@ class ClosedTerms:
         passes = block.forward + block.backward + again
         blocks = math.ceil(layers / (c.pp * c.chunks)) * c.chunks
         stage = max(blocks * passes, (layers * passes + self.ends(c.tp, c.cp, c.micro_batch)) / c.pp)
-        rounds = 1 if c.schedule == "zero-bubble-v" else c.chunks
-        bubble = (c.pp - 1) / rounds * BUBBLE.get(c.schedule, 1.0) * stage
+        bubble = (c.pp - 1) / c.chunks * ORDERS[c.schedule].idle * stage
         network = self.network(c.sizes, c.pp, c.shard)
         rebuild = m * layers / c.pp * network.one_pass("tp", block.hidden) if c.partition else 0.0
         message = network.message(block.hidden, 0, 1) if c.pp > 1 else 0.0

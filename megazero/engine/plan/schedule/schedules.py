@@ -242,20 +242,29 @@ class Schedule:
         virtual_stages: several chunks per rank.
         v_shaped: two chunks per rank, virtual stages r and 2 p - 1 - r of rank r.
         backlog: queued weight gradients.
+        holds_all: activations of all micro-batches are held, not only of those in the pipeline.
+        periodic: after the first round of the pipeline.
+        idle: idle time, as a share of that of 1F1B with as many chunks.
+        tried: chunks per rank that a search tries; empty: it does not try the schedule.
     """
 
     order: Callable[[Pipeline], Order]
     virtual_stages: bool = False
     backlog: bool = False
     v_shaped: bool = False
+    holds_all: bool = False
+    periodic: bool = False
+    idle: float = 1.0
+    tried: tuple[int, ...] = (1,)
 
 
 SCHEDULES: dict[str, Schedule] = {  # --pipeline-schedule
-    "gpipe": Schedule(gpipe),
-    "1f1b": Schedule(one_f_one_b),
-    "interleaved": Schedule(interleaved, virtual_stages=True),
-    "zero-bubble": Schedule(zero_bubble, backlog=True),
-    "zero-bubble-v": Schedule(zero_bubble_v, virtual_stages=True, backlog=True, v_shaped=True),
+    "gpipe": Schedule(gpipe, holds_all=True, tried=()),
+    "1f1b": Schedule(one_f_one_b, periodic=True),
+    "interleaved": Schedule(interleaved, virtual_stages=True, periodic=True, tried=(2, 3, 4, 6, 8)),
+    "zero-bubble": Schedule(zero_bubble, backlog=True, idle=1 / 3),
+    # its two chunks are counted in `idle`
+    "zero-bubble-v": Schedule(zero_bubble_v, virtual_stages=True, backlog=True, v_shaped=True, idle=1 / 3, tried=(2,)),
 }
 EVALUATION = "forward-only"
 
