@@ -4,12 +4,12 @@ import itertools
 import re
 from pathlib import Path
 
-import grimp
 import pytest
 
-from tests.changed import RULES, is_unit_test, nearest_tests
 from tests.helpers.programs import ROOT
 from tests.helpers.table import for_each
+
+NO_GRIMP = "not installed: grimp, of import-linter in requirements-dev.txt"
 
 
 def test_every_row_runs_and_errors_name_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +38,9 @@ def test_every_row_runs_and_errors_name_theirs(tmp_path: Path, monkeypatch: pyte
 
 
 def test_tests_of_a_changed_file_are_the_nearest_that_import_it() -> None:
+    grimp = pytest.importorskip("grimp", reason=NO_GRIMP)
+    from tests.changed import nearest_tests
+
     graph = grimp.ImportGraph()
     imports = """
         tests.unit.wing.test_a -> package.a
@@ -65,6 +68,9 @@ def test_tests_of_a_changed_file_are_the_nearest_that_import_it() -> None:
 
 
 def test_changed_files_find_the_tests_where_they_are() -> None:
+    pytest.importorskip("grimp", reason=NO_GRIMP)
+    from tests.changed import RULES, is_unit_test
+
     files = [path.relative_to(ROOT) for path in (ROOT / "tests" / "unit").rglob("test_*.py")]
     assert len(files) > 100 and all(is_unit_test(".".join(path.with_suffix("").parts)) for path in files)
     assert not is_unit_test("tests.unit.data_helpers") and not is_unit_test("tests.parallel.test_parity")
