@@ -1,11 +1,14 @@
 """Helpers of the suite itself: tables of cases, and the choice of tests for changed files."""
 
+import importlib.util
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.conftest import skip_without_package
 from tests.helpers.programs import ROOT
 from tests.helpers.table import for_each
 
@@ -35,6 +38,14 @@ def test_every_row_runs_and_errors_name_theirs(tmp_path: Path, monkeypatch: pyte
     for rows in ([], [pytest.param(1, marks=pytest.mark.slow)]):
         with pytest.raises(AssertionError):
             for_each("a", rows)
+
+
+def test_a_table_is_skipped_if_each_row_that_fails_lacks_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    lacks, text = ModuleNotFoundError("No module named 'pyarrow'"), "No module named 'pyarrow'"
+    for errors, outcome in (([lacks, lacks], "skipped"), ([lacks, AssertionError()], "failed")):
+        report = SimpleNamespace(failed=True, outcome="failed", longreprtext=text)
+        assert skip_without_package(report, ROOT, 1, ExceptionGroup("2 rows", errors)).outcome == outcome
 
 
 def test_tests_of_a_changed_file_are_the_nearest_that_import_it() -> None:
