@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import multiprocessing
 import os
 import resource
@@ -297,7 +298,8 @@ def trust_gigatoken(spec: str, samples: Sequence[str]) -> str:
     """Compare gigatoken with the tokenizer of `spec` on a probe and on samples; the reason not to use it, or ""."""
     fast = fast_tokenizer(spec)
     if fast is None:
-        return "it does not know this tokenizer"
+        known = importlib.util.find_spec("gigatoken") is not None
+        return "it does not know this tokenizer" if known else "it is not installed (`pip install gigatoken`)"
     try:
         check_same(fast, cached_tokenizer(spec), [*PROBE, *samples], "")
     except GigatokenDiffers:

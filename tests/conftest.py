@@ -5,6 +5,7 @@ import gc
 import importlib.util
 import os
 import re
+import traceback
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,12 @@ MISSING = re.compile(r"(?:needs the Python package |No module named ')(\w+)")
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Skip a test that fails because an optional package is missing: here, or in a program that it runs."""
-    return skip_without_package((yield), item.path, item.location[1] or 0)
+    error = call.excinfo.value if call.excinfo else None
+    return skip_without_package((yield), item.path, (item.location[1] or 0) + 1, error)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -102,11 +106,23 @@ def pytest_make_collect_report(
     return skip_without_package((yield), collector.path, 0)
 
 
-def skip_without_package(report: Any, file: Path, line: int) -> Any:
-    missing = set(MISSING.findall(report.longreprtext)) & EXTRAS.keys() if report.failed else set()
-    for package in sorted(package for package in missing if importlib.util.find_spec(package) is None):
-        report.outcome, report.longrepr = "skipped", (str(file), line, f"not installed: {package}")
+def skip_without_package(report: Any, file: Path, line: int, error: BaseException | None = None) -> Any:
+    """Of several rows of a table that fail (tests/helpers/table.py), each lacks a package, or the test fails."""
+    if report.failed:
+        rows = [" ".join(traceback.format_exception(row)) for row in rows_of(error)] or [report.longreprtext]
+        absent = {package for package in EXTRAS if importlib.util.find_spec(package) is None}
+        found = [absent.intersection(MISSING.findall(row)) for row in rows]
+        if all(found):
+            report.outcome, names = "skipped", ", ".join(sorted(set().union(*found)))
+            report.longrepr = str(file), line, f"not installed: {names}"
     return report
+
+
+def rows_of(error: BaseException | None) -> list[BaseException]:
+    """Return the errors of a group of errors."""
+    if not isinstance(error, BaseExceptionGroup):
+        return []
+    return [row for each in error.exceptions for row in rows_of(each) or [each]]
 
 
 def stop_pools() -> None:

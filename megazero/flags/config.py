@@ -215,8 +215,8 @@ class PlanConfig:
     """
 
     plan: Annotated[bool, Usual("predictions", 0), Role.KIND_OF_RUN, Requires("device-type")] = False
-    """Predict the memory, traffic and step time of this run on --world-size devices, print them, write plan.json and
-    plan.png to --log-dir, and end."""
+    """Predict the memory, traffic and step time of this run on --world-size devices, print them, write plan.json and,
+    with matplotlib, plan.png to --log-dir, and end."""
     plan_search: Annotated[
         bool, Usual("predictions", 1), Role.KIND_OF_RUN, Requires("device-type"), Requires("world-size")
     ] = False

@@ -11,6 +11,8 @@ from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.zero_policy import offload_fraction
 from megazero.engine.plan.program.operations import Backward, BackwardWeights, Forward, Recompute
 from megazero.files import replace_file
+from megazero.log import log
+from megazero.optional import missing_package
 from megazero.planner import goodput
 from megazero.planner.bytes.bytes_report import expert_words, padding_warning, padding_words
 from megazero.planner.bytes.capacity import checkpoint_bytes, memory_copies
@@ -209,10 +211,13 @@ def _amount(num_bytes: int) -> str:
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
-    """Write plan.json and plan.png into `folder`."""
+    """Write plan.json into `folder`, and plan.png if matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "plan.json", json.dumps(as_json(plan), indent=1) + "\n")
-    draw_plan(plan, folder / "plan.png")
+    try:
+        draw_plan(plan, folder / "plan.png")
+    except ModuleNotFoundError as error:
+        log.info(f"plan.png is not drawn: it {missing_package(error)}")
 
 
 def draw_plan(plan: Plan, path: Path) -> None:

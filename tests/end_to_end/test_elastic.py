@@ -333,7 +333,7 @@ def test_a_node_leaves_and_the_run_is_stopped(tmp_path):
         assert run.end() == {"a": 0}
         last = run.iteration
         assert run.metrics()[-1]["consumed_samples"] == 10 * last
-        os.kill(run.store() or 0, signal.SIGKILL)
+        run.kill_store()
         run.flags += ["--train-iters", str(last + 2)]
         run.start("b")
         assert run.end()["b"] == 0 and run.iteration == last + 2

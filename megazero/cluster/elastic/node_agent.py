@@ -309,10 +309,9 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
         """End the ranks. death_sig: the signal to this agent; None: it ends by itself, and its ranks may hang."""
-        if death_sig is None:
-            super()._shutdown(timeout=timeout)
-        else:
-            super()._shutdown(death_sig, SAVE_SECONDS)
+        if death_sig and self._pcontext:  # first, because the method of torch 2.11 has no timeout, but its default
+            self._pcontext.close(death_sig, SAVE_SECONDS)
+        super()._shutdown(death_sig or signal.SIGTERM)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Meet the other agents, and start the ranks again, unless the ranks were asked to end."""

@@ -213,9 +213,14 @@ def _parsed(parser: type[PreTrainedConfig], keys: Mapping[str, Any]) -> PreTrain
     Its models begin with `standardize_rope_params`, which writes a key `original_max_position_embeddings` outside of
     rope_parameters over that inside.
     """
-    found = parser.from_dict(copy.deepcopy(dict(keys)))
-    if getattr(found, "rope_parameters", None):
-        found.standardize_rope_params()
+    try:
+        found = parser.from_dict(copy.deepcopy(dict(keys)))
+        if getattr(found, "rope_parameters", None):
+            found.standardize_rope_params()
+    except (AttributeError, LookupError, TypeError) as error:  # no check of theirs, but a fault
+        from transformers import __version__ as version
+
+        raise ValueError(f"transformers {version} cannot read it: {type(error).__name__}: {error}") from error
     return found
 
 

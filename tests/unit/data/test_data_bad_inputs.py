@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models
 
@@ -70,6 +68,9 @@ def fifo(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def parquet(**columns: list[object]) -> Callable[[pytest.MonkeyPatch], list[str]]:
     def make(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         pq.write_table(pa.table(columns), "x.parquet")
         return ["--input", "x.parquet"]
 
@@ -86,6 +87,9 @@ def csv_of(raw: bytes) -> Callable[[pytest.MonkeyPatch], list[str]]:
 
 def damaged(name: str) -> Callable[[pytest.MonkeyPatch], list[str]]:
     def make(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         text = GOOD * 100
         pq.write_table(pa.table({"text": ["good"] * 100}), "whole.parquet")
         with pa.ipc.new_file("whole.arrow", pa.schema([("text", pa.string())])) as writer:

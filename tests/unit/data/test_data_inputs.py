@@ -73,15 +73,16 @@ COMPRESS |= {".zst": zstd, ".zstd": zstd}
 
 def write(path: Path, texts: list[str]) -> Path:
     """A file of any kind, by its name."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     path.parent.mkdir(parents=True, exist_ok=True)
     half, end = len(texts) // 2, path.suffix.lower()
     inner = os.path.splitext(path.stem.lower())[1] if end in COMPRESS else end
     if end == ".parquet":
+        import pyarrow.parquet as pq
+
         pq.write_table(table(texts), path, row_group_size=37, write_page_checksum=True)
     elif end == ".arrow":
+        import pyarrow as pa
+
         kind = pa.ipc.new_file if "file" in path.name else pa.ipc.new_stream
         with kind(str(path), table(texts).schema) as writer:
             writer.write_table(table(texts), max_chunksize=50)
@@ -710,6 +711,7 @@ def test_gigatoken_gives_the_tokenizers_ids(tmp_path: Path, bpe: Path, workers: 
 
 def test_gigatoken_is_not_trusted_unseen(tmp_path: Path, bpe: Path, capsys, monkeypatch) -> None:
     """A wrong id in the sample: the tokenizer encodes; in a later chunk: all is done again."""
+    pytest.importorskip("gigatoken", reason="not installed: gigatoken")
     path = write(tmp_path / "a.jsonl", TEXTS)
     right = encoding.BoundedGigatoken.encode
     monkeypatch.setattr(reading, "CHUNK_BYTES", 4000)
@@ -762,7 +764,14 @@ def test_the_memory_of_a_process_is_seen_to_grow() -> None:
     del held
 
 
+def test_a_missing_gigatoken_is_named(bpe: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    monkeypatch.setattr(encoding, "fast_tokenizer", encoding.fast_tokenizer.__wrapped__)  # without its cache
+    assert encoding.trust_gigatoken(str(bpe), []) == "it is not installed (`pip install gigatoken`)"
+
+
 def test_a_tokenizer_that_gigatoken_does_not_know(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("gigatoken", reason="not installed: gigatoken")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     backend = Tokenizer(models.WordLevel({"document": 0, "x": 1, "[UNK]": 2}, unk_token="[UNK]"))

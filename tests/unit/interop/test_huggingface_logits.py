@@ -50,12 +50,26 @@ def assert_same_logits(model_type: str, keys: dict[str, Any], folder: Path) -> N
         ("llama", {"rope_parameters": LLAMA_3, "original_max_position_embeddings": 12}),
         ("llama", {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2.0}}),
         ("olmo3", by_kind(YARN | {"factor": None})),
-        ("olmo3", by_kind(YARN, truncate=False)),
         ("glm4", {"rope_parameters": None, "partial_rotary_factor": None}),  # the class's is 0.5
     ],
 )
 def test_null_and_repeated_rope_keys(model_type: str, keys: dict[str, Any], tmp_path: Path) -> None:
     assert_same_logits(model_type, keys, tmp_path)
+
+
+def test_a_key_next_to_the_rope_of_kinds_of_layers(tmp_path: Path) -> None:
+    """The class of some versions, such as 5.17, cannot read the file: neither do we."""
+    from transformers import AutoConfig
+
+    keys = by_kind(YARN, truncate=False)
+    written(tmp_path, "olmo3", pad_token_id=None, **keys)
+    try:
+        AutoConfig.from_pretrained(tmp_path, local_files_only=True)
+    except AttributeError:
+        with pytest.raises(ValueError, match=r"^--from hf .*: transformers 5\.\S+ cannot read it: AttributeError: "):
+            read_config(tmp_path)
+    else:
+        assert_same_logits("olmo3", keys, tmp_path)
 
 
 @for_each("model_type", "qwen2 qwen2_moe olmo2 olmo3 phi3 smollm3 starcoder2 granite".split())
@@ -116,11 +130,22 @@ UNGATED, GATED = ("gelu", "gelu_new", "relu", "relu2"), ("silu", "swish", "gelu_
         *(("llama", "hidden_act", name) for name in GATED),
         ("gemma2", "hidden_activation", "swish"),
         *((kind, "hidden_act", GATED[2]) for kind in ("mixtral", "deepseek_v3", "glm4", "phi3")),
-        ("gemma", "hidden_act", "gelu"),  # the class takes it as the tanh approximation
     ],
 )
 def test_activations(model_type: str, key: str, name: str, tmp_path: Path) -> None:
     assert_same_logits(model_type, {key: name}, tmp_path)
+
+
+def test_gelu_of_gemma(tmp_path: Path) -> None:
+    """Its class takes gelu as the tanh approximation. That of some versions, such as 5.17, does not: refused there."""
+    from transformers import GemmaConfig
+
+    if GemmaConfig(hidden_act="gelu").hidden_act == "gelu":
+        written(tmp_path, "gemma", pad_token_id=None, hidden_act="gelu")
+        with pytest.raises(ValueError, match=r"has hidden_act gelu; this version computes .*gelu_pytorch_tanh"):
+            read_config(tmp_path)
+    else:
+        assert_same_logits("gemma", {"hidden_act": "gelu"}, tmp_path)
 
 
 @for_each(

@@ -1,7 +1,9 @@
 """`--plan`: the time model against formulas worked out by hand, its bytes against the estimate, and refusals."""
 
+import importlib.util
 import json
 import re
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -334,7 +336,9 @@ def test_a_long_step_is_extended_from_two_short_ones() -> None:
 
 
 @pytest.mark.long
-def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_json_has_the_bytes_of_the_estimate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plan needs no more than the command line of a run whose data, tokenizer and --save do not exist."""
     flags = f"{SMALL} --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --global-batch-size 8"
     flags += " --train-iters 500"
@@ -358,9 +362,14 @@ def test_plan_json_has_the_bytes_of_the_estimate(tmp_path: Path, capsys: pytest.
     assert plan["step_seconds_range"][0] < seconds < plan["step_seconds_range"][1]
     assert plan["tokens_per_second"] * seconds == pytest.approx(8 * 32)
     assert plan["days"] * 24 * 60 * 60 == pytest.approx(500 * seconds)
-    assert (tmp_path / "log/plan.png").stat().st_size > 10_000
-    pretrain_gpt.main(f"--preset zero-100b --zero-stage 0 {asked} --world-size 16".split())
-    assert "DOES NOT FIT" in capsys.readouterr().out
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "log/plan.png").stat().st_size > 10_000
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were missing
+    without = tmp_path / "without"
+    pretrain_gpt.main(f"--preset zero-100b --zero-stage 0 {asked} --world-size 16 --log-dir {without}".split())
+    printed = capsys.readouterr().out
+    assert "DOES NOT FIT" in printed and [path.name for path in without.iterdir()] == ["plan.json"]
+    assert re.search(r"^plan.png is not drawn: it needs the Python package matplotlib, .* pip install ", printed, re.M)
 
 
 @for_each(

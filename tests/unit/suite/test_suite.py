@@ -1,15 +1,18 @@
 """Helpers of the suite itself: tables of cases, and the choice of tests for changed files."""
 
+import importlib.util
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
-import grimp
 import pytest
 
-from tests.changed import RULES, is_unit_test, nearest_tests
+from tests.conftest import skip_without_package
 from tests.helpers.programs import ROOT
 from tests.helpers.table import for_each
+
+NO_GRIMP = "not installed: grimp, of import-linter in requirements-dev.txt"
 
 
 def test_every_row_runs_and_errors_name_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +40,18 @@ def test_every_row_runs_and_errors_name_theirs(tmp_path: Path, monkeypatch: pyte
             for_each("a", rows)
 
 
+def test_a_table_is_skipped_if_each_row_that_fails_lacks_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    lacks, text = ModuleNotFoundError("No module named 'pyarrow'"), "No module named 'pyarrow'"
+    for errors, outcome in (([lacks, lacks], "skipped"), ([lacks, AssertionError()], "failed")):
+        report = SimpleNamespace(failed=True, outcome="failed", longreprtext=text)
+        assert skip_without_package(report, ROOT, 1, ExceptionGroup("2 rows", errors)).outcome == outcome
+
+
 def test_tests_of_a_changed_file_are_the_nearest_that_import_it() -> None:
+    grimp = pytest.importorskip("grimp", reason=NO_GRIMP)
+    from tests.changed import nearest_tests
+
     graph = grimp.ImportGraph()
     imports = """
         tests.unit.wing.test_a -> package.a
@@ -65,6 +79,9 @@ def test_tests_of_a_changed_file_are_the_nearest_that_import_it() -> None:
 
 
 def test_changed_files_find_the_tests_where_they_are() -> None:
+    pytest.importorskip("grimp", reason=NO_GRIMP)
+    from tests.changed import RULES, is_unit_test
+
     files = [path.relative_to(ROOT) for path in (ROOT / "tests" / "unit").rglob("test_*.py")]
     assert len(files) > 100 and all(is_unit_test(".".join(path.with_suffix("").parts)) for path in files)
     assert not is_unit_test("tests.unit.data_helpers") and not is_unit_test("tests.parallel.test_parity")
