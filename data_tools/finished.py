@@ -68,8 +68,8 @@ def refuse_files_of_others(prefix: str, copied: Path | None = None) -> None:
     ):
         if (path.exists() or path.is_symlink()) and not ours:
             raise ValueError(
-                f"--output-prefix {prefix}: {path} exists, and no {prefix}...json says that it belongs to a corpus; "
-                f"move it, or name another output"
+                f"--output-prefix {prefix}: {path} exists, and no {prefix}...json names it as part of a "
+                f"corpus; move it, or name another output"
             )
 
 

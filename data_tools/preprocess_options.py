@@ -93,7 +93,7 @@ def token_type(options: Options, tokenizer: Tokenizer) -> str:
 
 
 def tokenizer_of(options: Options) -> Tokenizer:
-    """Load the tokenizer, with the chosen beginning of a text. A chat template decides otherwise than a tokenizer."""
+    """Load the tokenizer, with the chosen beginning of a text. With --mask-from chat, the chat template decides."""
     asked = asked_beginning(options.prepend_bos, options.no_prepend_bos)
     found = cached_tokenizer(options.tokenizer)
     if asked is None and found.bos and options.mask_from == "chat":

@@ -123,10 +123,10 @@ def _refuse_other_launchers() -> None:
 
 
 def _set_by_mpi() -> list[str]:
-    """Return the variables by which a launcher of MPI says that it started several processes."""
+    """Return the variables by which a launcher of MPI reports several processes."""
     sizes = {name: number(name) for name in MPI_SIZES if os.environ.get(name)}
     several = [name for name, size in sizes.items() if size > 1]
-    other = os.environ.get("PMIX_RANK", "0") != "0"  # without a size, a rank alone says so
+    other = os.environ.get("PMIX_RANK", "0") != "0"  # without a size, a rank other than 0 proves several
     return several + (["PMIX_RANK"] if other and (several or not sizes) else [])
 
 

@@ -47,7 +47,8 @@ def check_model(config: Config) -> None:
     if hidden % heads and not model.kv_channels and not model.multi_latent_attention:
         fits = min(divisors(hidden), key=lambda n: abs(n - heads))
         raise ValueError(
-            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {things(fits, 'head')}"
+            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "
+            f"use {things(fits, 'attention head')}"
         )
     _check_architecture(model)
     _check_latents(config)

@@ -110,7 +110,7 @@ class Held(NamedTuple):
 
 
 def made_tracker(first: int) -> Held:
-    """Of first + 0, 1, ... MiB, and half of one more."""
+    """Return made-up bytes: first + 0, 1, ... MiB, each and half a MiB."""
     values = [(first + n) * 2**20 + 2**19 for n in range(2 * len(KINDS) + 2)]
     return Held(dict(zip(KINDS, values[::2], strict=False)), dict(zip(KINDS, values[1::2], strict=False)), *values[-2:])
 

@@ -205,7 +205,7 @@ def differing_tokens(tokenizer: Tokenizer, identity: str) -> str:
     return (
         f"was made by an earlier version without {tokenizer.shown(*lost[:LISTED_FILES])}, which --tokenizer "
         f"{tokenizer.spec} has in tokenizer_config.json or added_tokens.json alone; preprocess it again to have them, "
-        f"or, to go on without them, move added_tokens_decoder out of {file.parent / 'tokenizer_config.json'}, and "
+        f"or, to continue without them, move added_tokens_decoder out of {file.parent / 'tokenizer_config.json'}, and "
         f"added_tokens.json out of that folder"
     )
 

@@ -113,7 +113,7 @@ def test_list_verify_and_show(tmp_path: Path) -> None:
 def test_what_is_made_of_checkpoints_is_reported_with_its_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By stand-ins for the writing: 2 layers, 24 hidden, 40 in MLPs, 50 tokens in a table that is the head too."""
+    """Stand-ins replace the writing. 2 layers, 24 hidden, 40 in MLPs, 50 tokens in a table that is the head too."""
     model = ModelConfig(2, 24, 40, 3, 10, 50, architecture="llama")
     state = RunState(1, 2, 3, None, asdict(model), {}, {"training": {"precision": "fp64"}})
     monkeypatch.setattr(checkpoint_tool, "found_checkpoint", lambda path: path)

@@ -147,7 +147,7 @@ def test_plan_is_the_flag_unless_a_search_is_asked_for(words: str, monkeypatch: 
 
 
 def test_a_program_is_that_of_the_rank_named() -> None:
-    """Of two stages of three ranks, with two micro-batches each: 12 samples."""
+    """Two stages have three ranks each, with two micro-batches each: 12 samples."""
     flags = "--num-layers 4 --vocab-size 99 --pipeline-model-parallel-size 2"
     flags += " --global-batch-size 12 --micro-batch-size 2"
     first, third, fourth, last = (program_lines(flags.split(), 6, rank) for rank in (0, 2, 3, 5))

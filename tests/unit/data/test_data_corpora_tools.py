@@ -389,7 +389,7 @@ def test_a_corpus_remembers_its_tokenizer(lines: Path, bpe: Path, tmp_path: Path
 
 @for_each("file", ["tokenizer_config", "added_tokens"])
 def test_a_corpus_without_tokens_that_count_now(lines: Path, tmp_path: Path, file: str) -> None:
-    """Earlier versions left out the tokens of other files than tokenizer.json: say so, and the way out is one."""
+    """Earlier versions left out tokens outside tokenizer.json: the refusal names them, and its way out works."""
     settings = {"eos_token": "</s>"}
     files = {
         "tokenizer_config": settings | {"added_tokens_decoder": {"257": {"content": "<|m|>", "special": True}}},

@@ -156,7 +156,7 @@ def test_ids_are_those_of_transformers(tmp_path: Path) -> None:
 @for_each("template", [MARKED, CHATML, "{{ bos_token }}" + MARKED, "{{ bos_token }}" + CHATML])
 @for_each("flag", [None, "--prepend-bos", "--no-prepend-bos"])
 def test_a_conversation_begins_once(tmp_path: Path, template: str, flag: str | None, capsys) -> None:
-    """As the template writes it, unless a flag adds it. It is no target, in texts of several keys neither."""
+    """The template writes the beginning, unless a flag adds it. It is never a target, even in texts of several keys."""
     special = ["<s>", "<|im_start|>", "<|im_end|>"]
     settings = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
     theirs = write_byte_tokenizer(

@@ -460,13 +460,13 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         {"hidden_size": 1024, "num_attention_heads": 15},
         1,
         9,
-        "--hidden-size 1024 .* --num-attention-heads 15; use 16 h",
+        "--hidden-size 1024 .* --num-attention-heads 15; use 16 attention heads$",
     ),
     (
         {"hidden_size": 97, "num_attention_heads": 12},
         1,
         9,
-        "--hidden-size 97 is .* --num-attention-heads 12; use 1 head",
+        "--hidden-size 97 is .* --num-attention-heads 12; use 1 attention head$",
     ),
     (
         {"tensor_model_parallel_size": 5},

@@ -82,7 +82,7 @@ def write(path: Path, start: int, iterations: range, **changes: Any) -> None:
 @for_each("start", [0, 4, None])
 @for_each("kind", ["link", "dangling link", "FIFO", "folder"])
 def test_metrics_are_written_to_a_file_alone(tmp_path: Path, start: int | None, kind: str) -> None:
-    """At the first start, at a resume, and by an evaluation: what is there is neither followed nor moved."""
+    """At the first start, at a resume and in an evaluation, the path is neither followed nor moved."""
     path, target = tmp_path / "metrics.jsonl", tmp_path / "theirs"
     if kind == "link":
         target.write_text("theirs")
@@ -365,7 +365,7 @@ def test_a_record_has_each_number_under_its_key(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_evaluation_has_each_number_under_its_key() -> None:
-    """Of 500 targets, in 4 s; on the console too."""
+    """The evaluation has 500 targets and takes 4 s; the console is compared, too."""
     evaluator: Any = object.__new__(Evaluator)
     evaluator.split = "test"
     by_corpus = {"a": 1.5, "b": 3.25}
@@ -500,7 +500,7 @@ def test_tensorboard_has_the_scalars(tmp_path: Path) -> None:
 def test_weights_and_biases_is_given_each_number_under_its_key(
     evaluates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a stand-in for its package."""
+    """A stand-in replaces its package."""
     asked, given, logged = dict[str, Any](), dict[str, Any](), list[Record]()
     run = SimpleNamespace(log=logged.append, define_metric=lambda *_, **__: None, offline=False)
     run.config = SimpleNamespace(update=lambda values, **_: given.update(values))

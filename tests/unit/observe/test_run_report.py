@@ -313,7 +313,7 @@ DRAWN = {
 
 
 def test_every_chart_has_the_values_of_its_own_key() -> None:
-    """Of 2 iterations; no two values are equal, and the second differs from the first."""
+    """The run has 2 iterations; no two values are equal, and the second differs from the first."""
     records: list[dict[str, Any]] = [{"iteration": i, "step_seconds": 1.0} for i in (1, 2)]
     for number, key in enumerate(DRAWN, 1):
         outer, _, inner = key.partition("/")

@@ -185,7 +185,7 @@ def made_bytes(peak: int) -> StageBytes:
 
 
 def test_the_memory_line_has_each_kind_and_each_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first or the last of three stages, beside the GPU where there is one, else beside the node."""
+    """Three stages; the line has the first or the last, and the GPU's memory, or the node's if there is no GPU."""
     made = {0: made_bytes(4_000_000_000), 2: made_bytes(5_000_000_000)}
     monkeypatch.setattr(start_report, "stage_bytes", lambda config, layout, pp, kind: made[pp])
     flags = "--preset tiny --num-layers 6 --pipeline-model-parallel-size 3 --data-path c"

@@ -41,7 +41,7 @@ FLAGS = (
 
 
 def plan_of(flags: str = FLAGS, world: int = 120) -> Plan:
-    """Of 3 stages, whose bytes are made up: the middle one is the fullest, and the last the busiest."""
+    """Return a plan of 3 stages with made-up bytes: the middle one is the fullest, and the last the busiest."""
     config, layout = resolve(parse(flags.split()), world, 0, declare)
     stages = []
     for stage in range(3):
@@ -181,7 +181,7 @@ def test_plan_json_has_the_numbers_of_the_tables() -> None:
     ],
 )
 def test_memory_of_hosts_is_that_of_a_nodes_devices(more: str, held: str) -> None:
-    """Of the stage with the most: 8 GB a device in host memory, 15 GB in files; 8 devices on each of 15 nodes."""
+    """The fullest stage has 8 GB a device in host memory and 15 GB in files; each of 15 nodes has 8 devices."""
     plan = plan_of(f"{FLAGS} {more}")
     lines = summary(plan)
     assert f"host memory: 64.0 GB per node for {held}" in lines
@@ -219,7 +219,7 @@ def test_a_run_lasts_as_long_as_its_steps_at_the_speed_of_published_runs(
 
 
 def test_limits_have_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 200 s, 70 s are messages, and 40 s recompute; with less of it, the fullest stage holds 23 or 99 GB.
+    """Messages take 70 s of 200 s, and recompute 40 s; with less of it, the fullest stage holds 23 or 99 GB.
 
     A part of less than 5e-5 of a step is in no table.
     """

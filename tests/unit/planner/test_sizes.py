@@ -117,7 +117,7 @@ def test_tokens_of_a_rank_by_hand() -> None:
 
 
 def test_statistics_of_layers_by_hand() -> None:
-    """Of 24 tokens of a sample, a rank scores 8 queries with all keys: 6 heads of 2 bytes and a mask; keys of 3 heads
+    """A rank scores 8 queries of a sample's 24 tokens with all keys: 6 heads of 2 bytes and a mask; keys of 3 heads
     of 8 are gathered. Sums of three kinds and maxima of two, of 8 bytes, of 4 blocks and both ends.
     """
     flags = (

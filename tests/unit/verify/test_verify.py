@@ -249,7 +249,7 @@ def test_bytes_that_are_not_planned_are_named_with_both_numbers(monkeypatch: pyt
 
 
 def test_the_first_difference_is_named_with_its_step_its_size_and_the_number_of_others() -> None:
-    """Of steps 6 and 7, after a resume. All gradients of a weight are as large as its place in the model."""
+    """Steps 6 and 7 follow a resume. All gradients of a weight are as large as its place in the model."""
     flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --vocab-size 12 --precision fp64"
     config, _ = resolve(parse(flags.split()), 1, 0, declare)
     layers, tolerance = declare(config.model), Tolerance(config, 1e-6, True)
