@@ -1,6 +1,5 @@
 """Pages of docs/ that a command writes are those of today's code."""
 
-import ast
 import re
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from benchmarks.eight_layouts import LAYOUTS
 from benchmarks.reports import dealing, families, foreign, modules
 from megazero.engine.model.stage import declare
-from megazero.engine.options.architectures import ARCHITECTURES
+from megazero.families import FAMILIES
 from megazero.flags.cli import parse
 from megazero.flags.foreign.flag_table import FLAGS, find_entry, read_table
 from megazero.flags.foreign.translate import is_ours
@@ -33,23 +32,17 @@ def test_the_page_of_modules_is_that_of_their_docstrings() -> None:
     assert any("| `flat_layout` | Arithmetic of a unit's flat buffer. Pure: integers only. |" in line for line in page)
 
 
-def test_the_page_of_families_is_that_of_their_rows() -> None:
+def test_the_page_of_families_is_that_of_their_files() -> None:
     page = "\n".join(families.page())
     current = (ROOT / "docs" / "results" / "families.md").read_text() == page
     assert current, "docs/results/families.md is out of date: python -m benchmarks.reports.families"
     rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
-    assert rows.keys() == ARCHITECTURES.keys()
+    assert rows.keys() == FAMILIES.keys()
     assert (
         "| `gemma3_text`, Gemma3ForCausalLM | RMSNorm of weight 1 + w before and after attention and MLP; tanh GEGLU; "
         "no biases; rotary positions; embeddings x sqrt(hidden size) |" in rows["gemma3"]
     )
     assert "`--untie-embeddings`, `--rotary-percent 0.25` | `pythia-1.4b`, `pythia-160m` |" in rows["gpt-neox"]
-
-
-def test_lines_of_a_family_are_its_row_and_what_it_alone_uses() -> None:
-    known = families.definitions(ast.parse("shared = 1\ndef own(\n):\n    return deep\ndeep = (\n    2)\nidle = 3\n"))
-    rows = {name: [ast.parse(text, mode="eval").body] for name, text in (("a", "shared + own()"), ("b", "shared"))}
-    assert families.own_lines(families.Source(rows, {"a": 4, "b": 1}, known)) == ({"a": 4 + 3 + 2, "b": 1}, 1)
 
 
 def test_the_page_of_foreign_flags_says_what_the_table_says() -> None:

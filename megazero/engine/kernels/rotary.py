@@ -14,12 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.engine.options.model_options import ModelConfig, RopeScaling
-
-# Llama 3.1's scaling: frequencies with fewer than LOW_FREQUENCY turns in the trained length are divided by the factor,
-# those with more than HIGH_FREQUENCY turns stay.
-LOW_FREQUENCY, HIGH_FREQUENCY = 1.0, 4.0
-SLOW = 1.0  # YaRN's: dims with fewer turns are divided, those with more than `Rotary.fast` stay
+from megazero.engine.options.model_options import HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, ModelOptions, RopeScaling
 
 
 def yarn_growth(factor: float, mscale: float = 1.0) -> float:
@@ -37,13 +32,13 @@ class Rotary:
     scaling_type: RopeScaling = "llama3"
     trained_length: int = 8192
     interleaved: bool = False
-    mscale: float = 0.0  # YaRN's; see `ModelConfig`
+    mscale: float = 0.0  # YaRN's; see `ModelOptions`
     mscale_all_dim: float = 0.0
     fast: float = 32.0  # YaRN's; see SLOW
     rounds: bool = True  # YaRN's: the first and last dims that are divided in part are whole numbers
 
     @classmethod
-    def of(cls, model: ModelConfig, number: int) -> Rotary:
+    def of(cls, model: ModelOptions, number: int) -> Rotary:
         """Return those of a layer, by its number."""
         kind = model.attention_kind(number)
         dim, interleaved = model.rotary_dim, model.rotary_interleaved

@@ -19,7 +19,7 @@ from megazero.engine.model.layers.norm import NORMS, Norm
 from megazero.engine.model.layers.vocabulary import Output, VocabularyTable
 from megazero.engine.model.layers.weight import GradWriter, Weight, named_weights
 from megazero.engine.model.prediction import Depths, Prediction
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 from megazero.engine.plan.layout.layers import End, LayerKind, Layers, Use
 from megazero.engine.plan.layout.parameters import EXPERTS, unit_of
 
@@ -31,9 +31,9 @@ class TokenEmbedding(VocabularyTable, Layer):
 
     use, end = Use.LOOKUP, End.FIRST
 
-    def __init__(self, model: ModelConfig, context: Context) -> None:
+    def __init__(self, model: ModelOptions, context: Context) -> None:
         super().__init__(model, context)
-        probability = 0.0 if model.traits.learned_positions else model.hidden_dropout
+        probability = 0.0 if model.learned_positions else model.hidden_dropout
         self.dropout = context.dropout(probability, -1, "embedding")
 
     def forward(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
@@ -76,7 +76,7 @@ class PositionEmbedding(Layer):
 
     use, end = Use.LOOKUP, End.FIRST
 
-    def __init__(self, model: ModelConfig, context: Context) -> None:
+    def __init__(self, model: ModelOptions, context: Context) -> None:
         super().__init__()
         self.weight = context.weight(model.seq_length, model.hidden_size, std=model.init_method_std, decays=True)
         self.dropout = context.dropout(model.hidden_dropout, -1, "embedding")
@@ -97,13 +97,13 @@ class Head(Layer):
 
     use, end = Use.HEAD, End.LAST
 
-    def __init__(self, model: ModelConfig, norm: Norm, tokens: VocabularyTable | None, context: Context) -> None:
+    def __init__(self, model: ModelOptions, norm: Norm, tokens: VocabularyTable | None, context: Context) -> None:
         """tokens: the token table, if the head reads it."""
         super().__init__()
         self.norm = norm
         self.output = VocabularyTable(model, context) if model.untie_embeddings else None
         self.reads = () if tokens is None else (TOKEN_EMBEDDING,)
-        has_bias = "logits" in model.traits.biases
+        has_bias = "logits" in model.linear_biases
         self.output_bias = context.weight(model.vocab_size, sharded={0: "tp"}, pads=True) if has_bias else None
         to_logits = LogitMap(1 / model.logits_divisor, model.final_softcap)
         table = self.output or tokens
@@ -134,7 +134,7 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, model: ModelConfig, names: Iterable[str], context: Context, frozen: tuple[str, ...] = ()
+        self, model: ModelOptions, names: Iterable[str], context: Context, frozen: tuple[str, ...] = ()
     ) -> None:
         """Build layers without memory.
 
@@ -151,9 +151,9 @@ class Stage(nn.Module):
         self.position_embedding = PositionEmbedding(model, context) if POSITION_EMBEDDING in names else None
         self.blocks = nn.ModuleDict()
         for number in (name.removeprefix(BLOCKS) for name in names if name.startswith(BLOCKS)):
-            self.blocks[number] = BLOCK_CLASSES[model.architecture](model, int(number), context)
+            self.blocks[number] = BLOCK_CLASSES[model.parallel_norms](model, int(number), context)
         table = self.token_embedding if reads else None
-        self.head = Head(model, NORMS[model.traits.norm](model, context), table, context) if HEAD in names else None
+        self.head = Head(model, NORMS[model.norm](model, context), table, context) if HEAD in names else None
         self.layers = tuple(dict.fromkeys([TOKEN_EMBEDDING] if reads else []) | dict.fromkeys(names))
         self.units: dict[str, list[Weight]] = {}
         for name in self.layers:
@@ -171,17 +171,17 @@ def block_numbers(names: Iterable[str]) -> frozenset[int]:
 
 
 @functools.lru_cache(maxsize=64)
-def declare(model: ModelConfig, tp: int = 1) -> Layers:
+def declare(model: ModelOptions, tp: int = 1) -> Layers:
     """Return the declarations of a model's layers on `tp` tensor-parallel ranks. Each kind of layer is built once."""
     stream = ResidualStream(Axis("tp", list(range(tp)), rank=0), sharded=False)
     context = Context(stream, MemoryTracker(), "fp32", torch.device("meta"))
     first: dict[Hashable, str] = {}
     kind_of = {TOKEN_EMBEDDING: TOKEN_EMBEDDING}
-    if model.traits.learned_positions:
+    if model.learned_positions:
         kind_of[POSITION_EMBEDDING] = POSITION_EMBEDDING
     for number in range(model.num_layers):
         name = f"{BLOCKS}{number}"
-        kind_of[name] = first.setdefault(BLOCK_CLASSES[model.architecture].kind(model, number), name)
+        kind_of[name] = first.setdefault(BLOCK_CLASSES[model.parallel_norms].kind(model, number), name)
     kind_of[HEAD] = HEAD
     stage = Stage(model, dict.fromkeys(kind_of.values()), context)
     kinds = {name: _declared(name, stage) for name in stage.layers}

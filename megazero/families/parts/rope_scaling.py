@@ -4,15 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megazero.engine.kernels.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, Rotary
-from megazero.flags.config import ModelConfig
-from megazero.interop.huggingface.model_types import Conversion, Options
+from megazero.engine.options.model_options import HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, ModelOptions
+from megazero.families.parts.model_types import Conversion, Options
 
 
 class Scaling(NamedTuple):
     """Keys of one rope_type."""
 
-    options: Mapping[str, str]  # their key -> field of ModelConfig
+    options: Mapping[str, str]  # their key -> field of ModelOptions
     fixed: Mapping[str, float] = {}  # their key -> the value that ours computes
 
 
@@ -31,7 +30,7 @@ SCALINGS = {  # by rope_type
 NULL_IS_MISSING = (*GROWTH, "beta_fast", "beta_slow")
 
 
-def rope_parameters(model: ModelConfig, partial: bool = False, by_kind: bool = False) -> Options:
+def rope_parameters(model: ModelOptions, partial: bool = False, by_kind: bool = False) -> Options:
     """Return a model's rotary positions as theirs.
 
     Args:
@@ -51,7 +50,7 @@ def rope_parameters(model: ModelConfig, partial: bool = False, by_kind: bool = F
 
 
 def rotary_options(given: Mapping[str, Any], partial: bool = False, longest: int = 0) -> Options:
-    """Return the fields of ModelConfig for rope_parameters, those of all layers or those by kind.
+    """Return the fields of ModelOptions for rope_parameters, those of all layers or those by kind.
 
     Args:
         partial: whether their class can rotate a part of each head.
@@ -105,6 +104,8 @@ def _options(given: Mapping[str, Any], partial: bool, longest: int) -> Options:
     if not factor >= 1:
         raise ValueError(f"config.json has factor {factor:g} in rope_parameters; a context is stretched by at least 1")
     if kind == "yarn":
+        from megazero.engine.kernels.rotary import Rotary
+
         growth = {name: scaling[name] for name in GROWTH if name in scaling}
         fixed = {**fixed, "attention_factor": Rotary(0, 1.0, factor, "yarn", **growth).amplitude}
     for key, value in rope.items():
