@@ -8,7 +8,6 @@ from megazero.families import FAMILIES
 from megazero.flags.config import Config, ModelConfig
 from megazero.flags.flag_names import as_flag, flags, value_of
 from megazero.flags.limit_checks import divisors, shorten
-from megazero.units import things
 
 # Flags that layers with rotary positions read, and those of latent attention
 ROTARY = (
@@ -75,8 +74,8 @@ def check_model(config: Config) -> None:
     if hidden % heads and not model.kv_channels and not model.multi_latent_attention:
         fits = min(divisors(hidden), key=lambda n: abs(n - heads))
         raise ValueError(
-            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; "
-            f"use {things(fits, 'attention head')}"
+            f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; use {fits} "
+            f"head{'s' if fits > 1 else ''}"
         )
     _check_architecture(model)
     _check_latents(config)
