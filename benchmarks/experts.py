@@ -42,6 +42,7 @@ from megazero.engine.mesh.collectives import AsyncTensor
 from megazero.engine.model.dispatch import Dispatch, SortedRows
 from megazero.engine.model.experts import experts as layers
 from megazero.engine.model.experts.router import Router
+from megazero.families import with_traits
 from megazero.flags.config import Config
 from megazero.torch_private import has_onednn
 
@@ -71,7 +72,7 @@ class Work(peers.Work):
         base = super().config(stage)
         model = replace(
             base.model,
-            architecture="mixtral",
+            **with_traits({"architecture": "mixtral"}),
             num_query_groups=self.num_heads // 2,
             ffn_hidden_size=self.width,
             norm_epsilon=1e-5,

@@ -29,6 +29,7 @@ from megazero.engine.model.layers.context import DeviceBatch, MicroBatchInfo
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.program.operations import Backward, Forward, GradNorm, Open
 from megazero.engine.step.engine import Engine
+from megazero.families import with_traits
 from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.planner.trace.pretend import pretend_mesh
@@ -63,7 +64,7 @@ def model_of(o: Options, architecture: str) -> ModelConfig:
     model = ModelConfig(o.layers, o.hidden, 4 * o.hidden, o.heads, o.seq_length, vocab_size=64)
     if architecture == "gpt2":
         return model
-    return replace(model, architecture="llama", num_query_groups=o.heads, untie_embeddings=True)
+    return replace(model, **with_traits({"architecture": "llama"}), num_query_groups=o.heads, untie_embeddings=True)
 
 
 def own(o: Options, architecture: str, device: torch.device) -> list[Part]:

@@ -18,6 +18,7 @@ import torch.nn as nn
 
 from benchmarks.peer_models import TorchtitanLlama, plain_model
 from megazero.engine.model.stage import declare
+from megazero.families import with_traits
 from megazero.flags.config import Config, ModelConfig, OptimizerConfig, TrainingConfig, ZeroConfig
 
 
@@ -43,7 +44,9 @@ class Work:
         model = ModelConfig(self.num_layers, h, 4 * h, n, self.seq_length, self.vocab_size)
         if self.architecture == "llama":  # as many weights in the MLP; groups of two heads
             options = {"num_query_groups": n // 2, "norm_epsilon": 1e-6, "untie_embeddings": True}
-            model = replace(model, architecture="llama", ffn_hidden_size=8 * h // 3 // 64 * 64, **options)
+            model = replace(
+                model, **with_traits({"architecture": "llama"}), ffn_hidden_size=8 * h // 3 // 64 * 64, **options
+            )
         return Config(
             model=model,
             training=TrainingConfig(

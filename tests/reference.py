@@ -84,8 +84,8 @@ def all_depths(
 
     if samples is None:  # training alone drops choices of experts
         model = replace(model, moe_expert_capacity_factor=0.0)
-    blocks = parallel_block if model.traits.parallel else sequential_block
-    root = model.hidden_size**0.5 if model.traits.root_embedding else 1.0
+    blocks = parallel_block if model.parallel_norms else sequential_block
+    root = model.hidden_size**0.5 if model.root_embedding else 1.0
 
     def embed(ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, w["token_embedding.weight"]) * root * model.embedding_multiplier
@@ -104,7 +104,7 @@ def all_depths(
         return model.final_softcap * (found / model.final_softcap).tanh() if model.final_softcap else found
 
     x, last = embed(ids), "token_embedding"
-    if model.traits.learned_positions:
+    if model.learned_positions:
         watch("activation", last, x)
         x, last = x + w["position_embedding.weight"][position], "position_embedding"
     x = drop(model.hidden_dropout, -1, "embedding", x)
@@ -163,9 +163,9 @@ def norm(model: ModelConfig, w: Weights, name: str, x: torch.Tensor) -> torch.Te
     """x itself, if there is no norm of that name."""
     if f"{name}.weight" not in w:
         return x
-    if model.traits.norm == "layernorm":
+    if model.norm == "layernorm":
         return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], model.norm_epsilon)
-    return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"] + (model.traits.norm == "rmsnorm-1p"), model.norm_epsilon)
+    return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"] + (model.norm == "rmsnorm-1p"), model.norm_epsilon)
 
 
 def all_heads(model: ModelConfig, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -257,7 +257,7 @@ def mlp(model: ModelConfig, w: Weights, name: str, y: torch.Tensor, expert: int 
     mine = {key.removeprefix(f"{name}."): value for key, value in w.items() if key.startswith(f"{name}.")}
     if expert is not None:
         mine = {key: value[expert] for key, value in mine.items()}
-    return linear(mine, "down", ACTIVATIONS[model.traits.activation](linear(mine, "up", y)))
+    return linear(mine, "down", ACTIVATIONS[model.activation](linear(mine, "up", y)))
 
 
 def gated(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.reports.blocks import markdown
 from megazero.engine.options.architectures import ARCHITECTURES, ArchitectureTraits
 from megazero.flags.architecture_flags import flags_of
+
+from benchmarks.reports.blocks import markdown
 from megazero.flags.flag_names import as_flag
 from megazero.flags.presets import preset_names, preset_values
 from megazero.interop.huggingface.configuration import LACKING

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.eight_layouts import LAYOUTS
 from benchmarks.reports import dealing, families, foreign, modules
 from megazero.engine.model.stage import declare
-from megazero.engine.options.architectures import ARCHITECTURES
+from megazero.families import FAMILIES
 from megazero.flags.cli import parse
 from megazero.flags.foreign.flag_table import FLAGS, find_entry, read_table
 from megazero.flags.foreign.translate import is_ours
@@ -38,7 +38,7 @@ def test_the_page_of_families_is_that_of_their_rows() -> None:
     current = (ROOT / "docs" / "results" / "families.md").read_text() == page
     assert current, "docs/results/families.md is out of date: python -m benchmarks.reports.families"
     rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
-    assert rows.keys() == ARCHITECTURES.keys()
+    assert rows.keys() == FAMILIES.keys()
     assert (
         "| `gemma3_text`, Gemma3ForCausalLM | RMSNorm of weight 1 + w before and after attention and MLP; tanh GEGLU; "
         "no biases; rotary positions; embeddings x sqrt(hidden size) |" in rows["gemma3"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from megazero.called_as import in_own_words, program_name
-from megazero.flags.architecture_flags import flags_of
+from megazero.families import FAMILIES
 from megazero.flags.config import Config
 from megazero.flags.flag_names import LAYOUT_FLAGS, flags, to_toml, toml_value, value_of
 from megazero.flags.foreign.other_defaults import left_out
@@ -174,6 +174,9 @@ def read(argv: list[str], count_ranks: Callable[[], int] = lambda: 1, find_model
     typed = names_of(args)
     words = {each: value_of(config, each) for each in (*typed, "preset", "hf-config")}
     stack, lines = Stack((*layers, OptionLayer(COMMAND_LINE, words))), list[str]()
+    if (model := stack.config.model).activation == "auto":
+        usual = {"activation": FAMILIES[model.architecture].traits["activation"]}
+        stack = stack.over(stack.sources["activation"].source, usual)
     if config.parallel.elastic and "layout" not in stack.given:
         stack = stack.over("--elastic", {"layout": "auto"})
     if stack.config.parallel.layout == "auto" and {"layout", "elastic"} & typed:
@@ -236,8 +239,8 @@ def _layers(preset: Mapping[str, Any], found: ModelFlags | None, args: list[str]
     else:
         layers.append(of_preset)
     asked = _last_value(args, "architecture") or Stack(tuple(layers)).config.model.architecture
-    of_architecture = OptionLayer(f"--architecture {asked}", flags_of(asked).defaults, Standing.IMPLIED)
-    return (of_architecture, *layers)
+    defaults = FAMILIES[asked].defaults if asked in FAMILIES else {}  # the parser refuses another name
+    return (OptionLayer(f"--architecture {asked}", defaults, Standing.IMPLIED), *layers)
 
 
 def names_of(args: list[str]) -> frozenset[str]:

@@ -5,9 +5,9 @@ Field docstrings are the help text. Nothing rewrites a config: `resolve` makes t
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from megazero.engine.options.model_options import ModelConfig as ModelConfig
+from megazero.engine.options import model_options
 from megazero.engine.options.optimizers import BYTES as BYTES
 from megazero.engine.options.option import (
     Bounds,
@@ -26,10 +26,27 @@ from megazero.engine.options.schema import OptimizerConfig as OptimizerConfig
 from megazero.engine.options.schema import ParallelConfig as ParallelConfig
 from megazero.engine.options.schema import TrainingConfig as TrainingConfig
 from megazero.engine.options.schema import ZeroConfig as ZeroConfig
+from megazero.families import FAMILIES
 
 MOST_MINUTES = 10**6
 Minutes = Annotated[float, Bounds(0, MOST_MINUTES, "that is two years")]
 PLANNED = RequiresAny((("plan", None), ("plan-search", None)))
+
+if TYPE_CHECKING:
+    ArchitectureName = str
+else:
+    ArchitectureName = Literal[tuple(FAMILIES)]  # --help lists the choices
+
+
+@dataclass(frozen=True)
+class ModelConfig(model_options.ModelConfig):
+    """Architecture and sizes. docs/results/flags.md lists more flags, which families, presets and a config.json set."""
+
+    architecture: Annotated[ArchitectureName, Role.ON_SCREEN] = "gpt2"
+    """Family of the model: its layers, and its defaults of other flags. gpt2: learned positions, LayerNorm, tanh GELU,
+    biases, tied embeddings. llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, untied
+    embeddings. The others differ from these two in norms, activations, biases or defaults; gpt-neox is Pythia's, and
+    parallel is gptj without its bias and defaults. docs/results/families.md has a table of them."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +275,7 @@ class Config(StepConfig):
     Example: python pretrain_gpt.py --preset tiny --data-path PREFIX --tokenizer byte --save runs/a --log-dir runs/a
     """
 
+    model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from megazero.families import FAMILIES
 from megazero.files import read_toml
-from megazero.flags.architecture_flags import flags_of
 from megazero.flags.config import Config
 from megazero.flags.flag_names import flags, with_values
 from megazero.flags.foreign.flag_table import retired
@@ -40,8 +40,9 @@ def preset_values(name: str) -> dict[str, Any]:
 
 def over_defaults(values: Mapping[str, Any], architecture: str = "") -> Config:
     """Return the configuration of flags over the defaults of an architecture, by default that which they name."""
-    defaults = flags_of(architecture or values.get("architecture", "")).defaults
-    return with_values(Config(), {**defaults, **values})
+    family = FAMILIES.get(architecture or values.get("architecture", ""))  # the parser refuses another name
+    given = {name: value for name, value in values.items() if (name, value) != ("activation", "auto")}
+    return with_values(Config(), (family.defaults if family else {}) | given)
 
 
 def read_preset(name: str) -> Preset:

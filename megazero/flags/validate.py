@@ -340,7 +340,7 @@ def _check_flash_heads(config: Config) -> None:
         "--reset-attention-mask": config.data.reset_attention_mask,
         f"--window-size {model.window_size}": 0 < model.window_size < model.seq_length,
         f"--context-parallel-size {cp}": cp > 1,
-        f"--architecture {model.architecture}": model.traits.sinks,
+        f"--architecture {model.architecture}": model.attention_sinks,
     }
     flag = next((flag for flag, given in flags.items() if given), "")
     if explicit or not flag:

@@ -2,13 +2,41 @@
 
 import math
 import re
+from collections.abc import Callable
 
-from megazero.engine.options.architectures import ARCHITECTURES, ArchitectureTraits
-from megazero.flags.architecture_flags import LATENT, ROTARY, flags_of
+from megazero.families import FAMILIES
 from megazero.flags.config import Config, ModelConfig
 from megazero.flags.flag_names import as_flag, flags, value_of
 from megazero.flags.limit_checks import divisors, shorten
 from megazero.units import things
+
+# Flags that layers with rotary positions read, and those of latent attention
+ROTARY = (
+    *("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads"),
+    *("rotary-base", "rotary-percent", "rotary-interleaved", "local-rotary-base"),
+    *("rope-scaling-factor", "rope-scaling-type", "rope-trained-length", "beta-fast", "mscale", "mscale-all-dim"),
+    "yarn-correction-range-round-to-int",
+)
+LATENT = ("multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+
+
+def layer_flags(model: ModelConfig) -> tuple[str, ...]:
+    """Return the flags that layers with the traits of a model read, and that those of some other family do not."""
+    if model.learned_positions:
+        return ()
+    # Latent attention has no biases and no sinks, and comes before the MLP.
+    biases = {"qkv", "proj"} & {*model.linear_biases}
+    plain = not (biases or model.attention_sinks or model.parallel_norms or model.norm_place == "around")
+    return ROTARY + LATENT if plain and model.norm == "rmsnorm" else ROTARY
+
+
+def _takes_experts(model: ModelConfig) -> bool:
+    return not model.parallel_norms and "mlp" not in model.linear_biases
+
+
+def _families(fit: Callable[[ModelConfig], bool]) -> str:
+    """Return the names of the families whose traits fit."""
+    return ", ".join(name for name, family in FAMILIES.items() if fit(ModelConfig(**family.traits)))
 
 
 def split_widths(model: ModelConfig, expert_tp: int = 0) -> dict[str, int]:
@@ -18,7 +46,7 @@ def split_widths(model: ModelConfig, expert_tp: int = 0) -> dict[str, int]:
         widths["ffn-hidden-size"] = model.ffn_size
     if model.num_experts and not expert_tp:
         widths[_expert_width(model)] = model.expert_size
-        if "experts" in model.traits.biases:
+        if "experts" in model.linear_biases:
             widths["hidden-size"] = model.hidden_size
     if model.moe_shared_expert_intermediate_size:
         widths["moe-shared-expert-intermediate-size"] = model.moe_shared_expert_intermediate_size
@@ -67,7 +95,7 @@ def check_model(config: Config) -> None:
             f"--{_expert_width(model)} {model.expert_size} is not divisible by --expert-tensor-parallel-size {etp}; "
             f"use an --expert-tensor-parallel-size of {sizes}"
         )
-    if etp and "experts" in model.traits.biases and hidden % etp:
+    if etp and "experts" in model.linear_biases and hidden % etp:
         raise ValueError(
             f"--hidden-size {hidden} is not divisible by --expert-tensor-parallel-size {etp}, whose ranks share the "
             "biases of experts; use --expert-tensor-parallel-size 1"
@@ -103,18 +131,17 @@ def _check_predictions(model: ModelConfig) -> None:
 def _check_experts(config: Config) -> None:
     """Refuse flags of experts without experts, and experts in blocks that have no place for them."""
     model = config.model
-    experts, top, defaults = model.num_experts, model.moe_router_topk, flags_of(model.architecture).defaults
+    experts, top, defaults = model.num_experts, model.moe_router_topk, FAMILIES[model.architecture].defaults
     if not experts:
         for name in (name for name in flags() if name.startswith("moe-")):
             value, default = value_of(config, name), flags()[name].default
             if value not in (default, defaults.get(name, default)):
                 raise ValueError(f"{as_flag(name, value)} needs --num-experts E; add it, or drop --{name}")
         return
-    if not _takes_experts(model.traits):
-        others = ", ".join(name for name, other in ARCHITECTURES.items() if _takes_experts(other))
+    if not _takes_experts(model):
         raise ValueError(
             f"--num-experts {experts} with --architecture {model.architecture}: experts have no biases, and follow the "
-            f"attention; use one of {others}, or drop it"
+            f"attention; use one of {_families(_takes_experts)}, or drop it"
         )
     if top > experts:
         raise ValueError(f"--moe-router-topk {top} is more than --num-experts {experts}; use at most {experts}")
@@ -127,10 +154,6 @@ def _check_experts(config: Config) -> None:
             "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size W; add it, or drop "
             "--moe-shared-expert-gate"
         )
-
-
-def _takes_experts(traits: ArchitectureTraits) -> bool:
-    return not traits.parallel and "mlp" not in traits.biases
 
 
 def _check_expert_layers(model: ModelConfig) -> None:
@@ -147,17 +170,18 @@ def _check_expert_layers(model: ModelConfig) -> None:
 
 
 def _check_architecture(model: ModelConfig) -> None:
-    """Refuse options that only other architectures have."""
-    known = flags_of(model.architecture).options
+    """Refuse options that only other architectures have, and traits that do not go together."""
+    _check_traits(model)
+    known = layer_flags(model)
     for name in sorted({*ROTARY, *LATENT} - set(known)):
         value = getattr(model, name.replace("-", "_"))
         if value != flags()[name].default:
-            others = ", ".join(other for other in ARCHITECTURES if name in flags_of(other).options)
+            others = _families(lambda other, name=name: name in layer_flags(other))  # type: ignore[misc]
             raise ValueError(
                 f"--architecture {model.architecture} has no {as_flag(name, value)}; use one of {others}, or drop it"
             )
     positions = model.max_position_embeddings
-    if ARCHITECTURES[model.architecture].learned_positions and positions not in (0, model.seq_length):
+    if model.learned_positions and positions not in (0, model.seq_length):
         raise ValueError(
             f"--max-position-embeddings {positions} is not --seq-length {model.seq_length}, and each token of a sample "
             "has a learned position; give both the same value"
@@ -172,7 +196,7 @@ def _check_architecture(model: ModelConfig) -> None:
     scaled = model.rope_scaling_type == "yarn" and model.rope_scaling_factor > 1
     for name in ("beta-fast", "mscale", "mscale-all-dim", "yarn-correction-range-round-to-int"):
         value = getattr(model, name.replace("-", "_"))
-        if not scaled and value not in (flags()[name].default, flags_of(model.architecture).defaults.get(name)):
+        if not scaled and value not in (flags()[name].default, FAMILIES[model.architecture].defaults.get(name)):
             raise ValueError(
                 f"{as_flag(name, value)} has no effect without --rope-scaling-type yarn and a --rope-scaling-factor "
                 "above 1; add them, or drop it"
@@ -181,9 +205,21 @@ def _check_architecture(model: ModelConfig) -> None:
         _check_rotary(model)
 
 
+def _check_traits(model: ModelConfig) -> None:
+    """Refuse traits of which one would have no effect. Those of a family go together."""
+    if model.fused_qkv != model.learned_positions:
+        one, other = as_flag("fused-qkv", model.fused_qkv), as_flag("learned-positions", not model.fused_qkv)
+        raise ValueError(f"{one} needs {other}: queries and keys of one weight are not rotated; add it, or drop {one}")
+    if model.parallel_norms and model.norm_place != "before":
+        raise ValueError(
+            f"--norm-place {model.norm_place} with --parallel-norms {model.parallel_norms}: a block whose attention "
+            "and MLP read the same x has no such norms; use --norm-place before, or --parallel-norms 0"
+        )
+
+
 def _check_latents(config: Config) -> None:
     """Refuse flags of heads that latent attention has not, and its own flags without it."""
-    model, defaults = config.model, flags_of(config.model.architecture).defaults
+    model, defaults = config.model, FAMILIES[config.model.architecture].defaults
     known, having = flags(), model.multi_latent_attention
     of_latents = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
     of_others = ("num-query-groups", "kv-channels", "add-qkv-bias", "qk-layernorm", "rotary-percent")
@@ -257,7 +293,7 @@ def _check_layer_pattern(model: ModelConfig) -> None:
         raise ValueError(
             f"--window-size {window} needs a layer L in --layer-pattern {shorten(pattern)}; add one, or drop the window"
         )
-    if "N" in pattern and "rotary-base" not in flags_of(model.architecture).options:
+    if "N" in pattern and model.learned_positions:
         raise ValueError(
             f"--layer-pattern {shorten(pattern)}: --architecture {model.architecture} has no rotary positions, which N "
             "leaves out; use G"

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from megazero.families import FAMILIES
 from megazero.files import OutputFile, explain, read_regular, refuse_special, replace_file
 from megazero.flags.cli import Command
 from megazero.flags.config import Config, LogConfig
@@ -209,9 +210,9 @@ class TensorBoard:
         self.writer = SummaryWriter(folder, purge_step=start_iteration + 1)
         toml = "".join(f"    {line}\n" for line in to_toml(config).splitlines())  # indented: code, in Markdown
         self.writer.add_text("options", toml, start_iteration)
-        given = {
-            name: value_of(config, name) for name, flag in flags().items() if value_of(config, name) != flag.default
-        }
+        known = {name: flag.default for name, flag in flags().items()}
+        known |= FAMILIES[config.model.architecture].trait_flags
+        given = {name: value for name in known if (value := value_of(config, name)) != known[name]}
         values = {name: " ".join(map(str, x)) if isinstance(x, tuple) else x for name, x in given.items()}
         # not by `add_hparams`, which opens a second file: TensorBoard follows the newest file alone
         experiment, start, self.end = hparams(values, dict.fromkeys(("loss", "validation_loss"), 0.0))

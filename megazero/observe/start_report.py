@@ -4,7 +4,6 @@ import platform
 import textwrap
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -15,6 +14,7 @@ from megazero.engine.options.option import Role
 from megazero.engine.plan.layout.dealing import dealt_multiple, dealt_tokens
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.families import FAMILIES
 from megazero.files import explain, replace_file
 from megazero.flags.config import Config
 from megazero.flags.flag_names import as_flag, flags, flags_with, to_toml, value_of
@@ -129,9 +129,11 @@ def _update_warnings(config: Config) -> list[str]:
             "--moe-router-topk 1 without --moe-router-pre-softmax: the weight of a token's only expert is always 1, so "
             "that routers do not learn from the loss; a new model needs --moe-router-pre-softmax, or 2 experts"
         )
-    traits, unrotated = model.traits, model.rotary_dim < model.head_dim or "N" in model.layer_pattern
-    shifts = (model.add_qkv_bias or "qkv" in traits.biases) and not (traits.sinks or model.attention_softcap)
-    if config.optimizer.rules.others.takes_sign and shifts and (unrotated or traits.learned_positions):
+    unrotated = model.rotary_dim < model.head_dim or "N" in model.layer_pattern
+    shifts = (model.add_qkv_bias or "qkv" in model.linear_biases) and not (
+        model.attention_sinks or model.attention_softcap
+    )
+    if config.optimizer.rules.others.takes_sign and shifts and (unrotated or model.learned_positions):
         found.append(
             f"--optimizer {config.optimizer.optimizer}: no loss depends on the biases of keys that are not rotated; "
             "their gradients are rounding, whose sign it takes, so these biases differ between layouts"
@@ -231,7 +233,7 @@ def _kinds(found: StageBytes) -> str:
 
 def option_lines(asked: Config) -> list[str]:
     """Return the other flags that differ from their defaults, or from the values of --preset."""
-    known: Mapping[str, Any] = preset_values(asked.preset) if asked.preset else {}
+    known = FAMILIES[asked.model.architecture].trait_flags | (preset_values(asked.preset) if asked.preset else {})
     found = [f"--preset {asked.preset}"] if asked.preset else []
     for name, flag in flags().items():
         value = value_of(asked, name)

@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazero.engine.options.model_options import ModelConfig
 from megazero.engine.plan.layout.layers import ROUTER_SUMS
 from megazero.engine.step.engine import Engine
 from megazero.engine.step.results import StepResult
-from megazero.flags.config import ModelConfig
 
 
 def memory_bytes(engine: Engine, result: StepResult) -> dict[str, int]:

@@ -11,6 +11,7 @@ from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path
 from megazero.engine.options.option import OnResume
 from megazero.engine.step.optimization import learning_rate
+from megazero.families import with_traits
 from megazero.flags.config import Config, OptimizerConfig
 from megazero.flags.flag_names import LAYOUT_FLAGS, as_flag, flags, flags_with
 from megazero.run.run_state import RunState
@@ -66,7 +67,7 @@ def changed_options(
     if isinstance(data := saved.get("data", {}), dict):
         saved["data"] = {"packing": "split"} | data  # likewise
     if isinstance(model := saved.get("model", {}), dict):
-        saved["model"] = {"activation": "auto"} | model
+        saved["model"] = json.loads(json.dumps(with_traits(model))) if "architecture" in model else model
     changed, back = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
     harmless = _without_effect(state, config, fingerprints) | {*planned}
     for group, options in saved.items():
@@ -113,9 +114,6 @@ def _without_effect(state: RunState, config: Config, fingerprints: Sequence[str]
         if len(weights) == 2 and weights[0] == weights[1]:
             if all(map(fingerprint.same, state.fingerprints, fingerprints)):
                 found.add("data-path")
-    if isinstance(model := state.config.get("model"), dict) and isinstance(model.get("activation"), str):
-        if replace(config.model, activation=model["activation"]).traits == config.model.traits:
-            found.add("activation")  # the architecture's own, named or not
     if isinstance(options, dict):
         now = {name: getattr(config.optimizer, name) for name in (flag.replace("-", "_") for flag in RATE_FLAGS)}
         then = {name: options[name] for name, value in now.items() if type(options.get(name)) is type(value)}

@@ -68,7 +68,7 @@ def fuses_attention(config: Config, device_type: str) -> bool:
         dropout=model.attention_dropout > 0,
         documents=config.data.reset_attention_mask,
         softcap=model.attention_softcap > 0,
-        log_sums=config.parallel.context_parallel_size > 1 or model.traits.sinks,
+        log_sums=config.parallel.context_parallel_size > 1 or model.attention_sinks,
     )
 
 
@@ -76,7 +76,7 @@ def choose_compile(config: Config, device_type: str) -> tuple[Config, str]:
     """Drop --compile if this model has no operation that torch would compile. `config`: of `choose_kernels`."""
     training = config.training
     eager = KERNELS[training.kernels_on(device_type)].activations is EAGER.activations
-    gains = (eager and config.model.traits.activation in ACTIVATIONS) or not fuses_attention(config, device_type)
+    gains = (eager and config.model.activation in ACTIVATIONS) or not fuses_attention(config, device_type)
     if gains or not training.compile:
         return config, ""
     line = "--compile compiles nothing: it is for unfused attention, and for GELU and SwiGLU by torch's operators"

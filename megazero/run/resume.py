@@ -13,6 +13,7 @@ from megazero.data import fingerprint
 from megazero.data.corpora import parse_data_path, read_data_args
 from megazero.data.tokenizer import hub_hint
 from megazero.engine.model.stage import declare
+from megazero.families import TRAITS
 from megazero.flags.batch_ramp import batch_sizes
 from megazero.flags.config import CheckpointConfig, Config, ModelConfig
 from megazero.flags.stages import DataStage
@@ -191,6 +192,8 @@ def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig) -> None
     wrong = []
     for name, ours in asdict(model).items():
         theirs = getattr(saved, name)
+        if name in TRAITS and saved.architecture != model.architecture:
+            continue  # they follow the family
         if theirs != ours and (name in ALWAYS or _shapes(replace(model, **{name: theirs})) != _shapes(model)):
             wrong.append(f"--{name.replace('_', '-')} {theirs}, not {ours}")
     if wrong:

@@ -16,6 +16,7 @@ from megazero.checkpoint.folders import names_checkpoint
 from megazero.checkpoint.manifest import read_state_file
 from megazero.data.tokenizer import Tokenizer, beside, load_tokenizer, pack
 from megazero.engine.step.optimization import learning_rate
+from megazero.families import with_traits
 from megazero.files import read_json_object
 from megazero.flags.config import Config, ModelConfig, OptimizerConfig
 from megazero.flags.validate import check_values
@@ -125,7 +126,7 @@ class RunState:
         if unknown:
             raise ValueError(f"--load {path}: this version does not know the model's option {min(unknown)[:80]!r}")
         try:
-            model = msgspec.convert(self.model, ModelConfig)
+            model = msgspec.convert(with_traits(self.model), ModelConfig)
             check_values(replace(Config(), model=model))
             return model
         except ValueError as error:  # msgspec's too

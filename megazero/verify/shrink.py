@@ -17,7 +17,6 @@ from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.dealing import rank_tokens
 from megazero.engine.plan.layout.layers import Layers
 from megazero.engine.plan.layout.topology import Layout
-from megazero.flags.architecture_flags import flags_of
 from megazero.flags.batch_ramp import padding_samples
 from megazero.flags.config import (
     CheckpointConfig,
@@ -190,7 +189,7 @@ class Model(NamedTuple):
         width = min(model.head_dim, (BLOCKED_WIDTH if self.blocked else WIDTH) * self.size)
         if model.multi_latent_attention:
             return width
-        rotates = "rotary-base" in flags_of(model.architecture).options
+        rotates = not model.learned_positions
         while rotates and width < model.head_dim and (rotated := int(width * model.rotary_percent)) % 2 + (rotated < 2):
             width += 1
         return width
@@ -204,7 +203,7 @@ class Model(NamedTuple):
         inner, hidden = heads * width, heads * width
         if model.num_attention_heads * model.head_dim != model.hidden_size:
             share = model.hidden_size / (model.num_attention_heads * model.head_dim)
-            step = unit * parts if "experts" in model.traits.biases else unit  # ranks share the biases of experts
+            step = unit * parts if "experts" in model.linear_biases else unit  # ranks share the biases of experts
             hidden = max(step, round(inner * share / step) * step)
             if hidden == inner:
                 hidden = inner + step if share > 1 else max(step // 2, inner - step)

@@ -18,6 +18,7 @@ from megazero.data.tokenizer import PROBE, load_tokenizer
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.context import MicroBatchInfo
 from megazero.engine.plan.layout.topology import Layout
+from megazero.families import with_traits
 from megazero.flags.config import ModelConfig
 from megazero.generation.model import InferenceModel, hidden_states
 from megazero.interop.huggingface.families import family_of
@@ -25,6 +26,7 @@ from megazero.run.run_state import RunState, run_tokenizer
 from megazero.units import size
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import write_tokenizer
+from tests.helpers.families import of_family
 from tests.helpers.rings import by_default
 from tests.helpers.rounding import model_tolerance
 from tests.reference_run import read_checkpoint, write_corpus
@@ -331,16 +333,16 @@ def test_an_export_appears_whole_or_not_at_all(tied, tmp_path: Path) -> None:
 
 def test_an_architecture_without_a_table_is_refused() -> None:
     with pytest.raises(ValueError, match="--architecture parallel has no table that converts"):
-        family_of(ModelConfig(architecture="parallel", add_qkv_bias=True))
+        family_of(ModelConfig(**of_family("parallel"), add_qkv_bias=True))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_options_choose_the_model_of_hugging_face(architecture: str) -> None:
     for bias, norms, wanted in ((False, False, "llama"), (True, False, "qwen2"), (False, True, "qwen3")):
-        model = ModelConfig(architecture=architecture, add_qkv_bias=bias, qk_layernorm=norms)
+        model = ModelConfig(**of_family(architecture), add_qkv_bias=bias, qk_layernorm=norms)
         assert family_of(model).model_type == wanted
     with pytest.raises(ValueError, match=r"^no model of Hugging Face is a (llama|qwen3) with --\S+"):
-        family_of(ModelConfig(architecture=architecture, add_qkv_bias=True, qk_layernorm=True))
+        family_of(ModelConfig(**of_family(architecture), add_qkv_bias=True, qk_layernorm=True))
 
 
 @pytest.mark.parametrize(
@@ -357,7 +359,7 @@ def test_options_choose_the_model_of_hugging_face(architecture: str) -> None:
 )
 def test_a_model_that_no_class_computes_is_refused_by_its_flags(options: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=f"^no model of Hugging Face is a {named}"):
-        family_of(ModelConfig(**options))
+        family_of(ModelConfig(**with_traits(options)))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +376,7 @@ def test_a_model_that_no_class_computes_is_refused_by_its_flags(options: dict[st
 )
 def test_a_llama_with_experts_is_the_family_that_computes_it(options: dict[str, object], wanted: str) -> None:
     for architecture in ("llama", "mixtral"):
-        model = ModelConfig(architecture=architecture, num_experts=4, **options)  # type: ignore[arg-type]
+        model = ModelConfig(**of_family(architecture), num_experts=4, **options)  # type: ignore[arg-type]
         assert family_of(model).model_type == wanted
 
 

@@ -14,6 +14,7 @@ from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.fused_attention import FLASH_CAPABILITY
 from megazero.engine.step.engine import Engine
 from tests.helpers import kernel_checks
+from tests.helpers.families import of_family
 from tests.parallel.cases import MODEL, STEPS, Case, micro_batches
 from tests.parallel.test_parity import relative_error
 
@@ -64,7 +65,7 @@ def test_flash_attention_takes_pieces(dtype: torch.dtype) -> None:
 )
 def test_steps_on_one_gpu_are_those_of_torchs_operators(precision: str, how: dict[str, Any]) -> None:
     """Equal to 1e-4 in fp32: sums in another order, and updates; in 16 bit to the rounding of the others' results."""
-    model = replace(DROPPING, architecture=how.get("architecture", "gpt2"))
+    model = replace(DROPPING, **of_family(how.get("architecture", "gpt2")))
     case = Case(precision=precision, model=model, **{k: v for k, v in how.items() if k != "architecture"})
     found = {}
     for kernels in ("triton", "eager"):

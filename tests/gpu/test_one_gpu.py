@@ -15,6 +15,7 @@ from megazero.engine.step.engine import Engine
 from megazero.observe.fragmentation import device_fragmentation
 from megazero.observe.step_metrics import memory_bytes
 from tests import reference
+from tests.helpers.families import of_family
 from tests.helpers.fragmentation import free, ratio
 from tests.parallel.cases import MODEL, STEPS, Case, micro_batches, reference_batches
 from tests.parallel.test_parity import relative_error
@@ -31,7 +32,7 @@ pytestmark = [
     [
         {},
         {"compile": True},
-        {"model": replace(MODEL, architecture="llama", num_query_groups=2)},
+        {"model": replace(MODEL, **of_family("llama"), num_query_groups=2)},
         {"recompute": "selective"},
         {"recompute": "full"},
         {"recompute": "full", "md": True},
@@ -40,7 +41,7 @@ pytestmark = [
         {"offload": 1.0},
         {"offload": 0.5, "zero": 2, "recompute": "full", "host": True},
         {"reset": "documents"},
-        {"reset": "documents", "model": replace(MODEL, architecture="llama", num_query_groups=2)},
+        {"reset": "documents", "model": replace(MODEL, **of_family("llama"), num_query_groups=2)},
     ],
     ids=str,
 )
@@ -95,7 +96,7 @@ class OneRead(Mesh):
         {"model": replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)},
         {"zero": 3, "recompute": "full", "host": True, "md": True},
         {"precision": "fp16", "grad_dtype": "fp16", "recompute": "selective"},
-        {"reset": "documents", "model": replace(MODEL, architecture="llama", num_query_groups=2)},
+        {"reset": "documents", "model": replace(MODEL, **of_family("llama"), num_query_groups=2)},
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from megazero.families import with_traits
 from megazero.flags.config import ModelConfig
 
 SCALED = {"rope_scaling_factor": 4.0, "rope_trained_length": 8}
@@ -88,4 +89,9 @@ def dense(name: str) -> dict[str, Any]:
 
 def family(name: str, model: ModelConfig) -> ModelConfig:
     """Return the model of a family with the sizes of `model`."""
-    return replace(model, architecture=name, **FAMILIES[name])
+    return replace(model, **of_family(name), **FAMILIES[name])
+
+
+def of_family(name: str) -> dict[str, Any]:
+    """Return the options that make a model one of a family: its traits, without its other defaults."""
+    return with_traits({"architecture": name})

@@ -1,50 +1,37 @@
-"""Rows of the table of architectures, with some that no family has yet and blocks that differ by number."""
+"""Rows of traits: those of all families, some that no family has, and blocks that differ by number."""
 
 import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
-from megazero.engine.model.block import BLOCK_CLASSES, Layer, ParallelBlock, SequentialBlock
-from megazero.engine.options.architectures import ARCHITECTURES as TRAITS
-from megazero.engine.options.architectures import ArchitectureTraits
-from megazero.flags.architecture_flags import ARCHITECTURE_FLAGS, flags_of
+from megazero.engine.model.block import BLOCK_CLASSES
+from megazero.families import FAMILIES
 from megazero.flags.cli import parse
-from megazero.flags.config import Config
+from megazero.flags.config import Config, ModelConfig
 from megazero.flags.flag_names import flags
+from megazero.flags.validate_model import layer_flags
+from tests.helpers.families import of_family
 from tests.parallel.test_kinds import WIDE, AlternatingBlock
 
-LLAMA = TRAITS["llama"]
-ROWS = {
-    **TRAITS,
-    "after": LLAMA._replace(norms="after", biases=("qkv", "proj", "mlp", "logits")),
-    "around": LLAMA._replace(norms="around", norm="rmsnorm-1p", activation="geglu-tanh", root_embedding=True),
-    "two norms": LLAMA._replace(parallel=2, norm="layernorm", biases=("qkv", "proj", "mlp")),
-    "fused": TRAITS["gpt2"]._replace(norms="after", norm="rmsnorm", biases=()),
-    **dict.fromkeys(WIDE, LLAMA),
+LLAMA = of_family("llama")
+ROWS: dict[str, dict[str, Any]] = {
+    **{name: of_family(name) for name in FAMILIES},
+    "after": LLAMA | {"norm_place": "after", "linear_biases": ("qkv", "proj", "mlp", "logits")},
+    "around": LLAMA
+    | {"norm_place": "around", "norm": "rmsnorm-1p", "activation": "geglu-tanh", "root_embedding": True},
+    "two norms": LLAMA | {"parallel_norms": 2, "norm": "layernorm", "linear_biases": ("qkv", "proj", "mlp")},
+    "fused": of_family("gpt2") | {"norm_place": "after", "norm": "rmsnorm", "linear_biases": ()},
+    **{name: LLAMA | {"parallel_norms": name} for name in WIDE},
 }
-FLAGS = {"around": flags_of("llama"), "fused": flags_of("gpt2"), **dict.fromkeys(WIDE, flags_of("llama"))}
 
 
 @contextlib.contextmanager
-def known(architecture: str, traits: ArchitectureTraits, block: type[Layer]) -> Iterator[None]:
-    """Within: the tables of architectures have this one."""
-    flags_ = {architecture: FLAGS.get(architecture, flags_of(architecture))}
-    with (
-        patch.dict(TRAITS, {architecture: traits}),
-        patch.dict(ARCHITECTURE_FLAGS, flags_),
-        patch.dict(BLOCK_CLASSES, {architecture: block}),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def known_row(architecture: str) -> Iterator[None]:
-    """Within: the tables have an architecture of `ROWS`."""
-    general = ParallelBlock if ROWS[architecture].parallel else SequentialBlock
-    block = AlternatingBlock if architecture in WIDE else BLOCK_CLASSES.get(architecture, general)
-    with known(architecture, ROWS[architecture], block):
+def known_blocks() -> Iterator[None]:
+    """Within: the table of blocks has those that differ by number."""
+    with patch.dict(BLOCK_CLASSES, dict.fromkeys(WIDE, AlternatingBlock)):
         yield
 
 
@@ -53,16 +40,16 @@ def _parsed(line: str) -> Config:
     return parse(line.split())
 
 
-def parse_as(architecture: str, line: str) -> Config:
-    """Parse flags for an architecture that the parser may not know."""
+def parse_as(row: str, line: str) -> Config:
+    """Parse flags for the traits of a row."""
     config = _parsed(line)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **ROWS[row]))
 
 
-def options_of(architecture: str) -> Iterator[str]:
-    """Yield no flag, each switch of an architecture, and one group of keys and values in layers that differ."""
+def options_of(row: str) -> Iterator[str]:
+    """Yield no flag, each switch of a row, and one group of keys and values in layers that differ."""
     yield ""
-    options = FLAGS.get(architecture, flags_of(architecture)).options
+    options = layer_flags(ModelConfig(**ROWS[row]))
     switches = (name for name in options if flags()[name].kind is bool)
     needed = {"qk-norm-all-heads": "--qk-layernorm "}
     yield from (f"{needed.get(name, '')}--{name}" for name in switches)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.engine.plan.schedule.schedules import SCHEDULES
-from tests.helpers.families import dense
+from tests.helpers.families import dense, of_family
 from tests.parallel.cases import MODEL, RESETS, Case
 
 Choice = dict[str, Any]  # factor -> level
@@ -200,8 +200,8 @@ def _options(architecture: str) -> dict[str, Any]:
     """Return the options of the model of a level."""
     name, _, groups = architecture.partition(", ")
     if architecture in COMBINED:  # windows of gpt-oss are levels of "scores", so that a ring meets its sinks
-        return {"architecture": name} | dense(name) | (NO_WINDOW if name == "gpt-oss" else {})
-    return {"architecture": name, "num_query_groups": int(groups.split()[0]) if groups else 0}
+        return of_family(name) | dense(name) | (NO_WINDOW if name == "gpt-oss" else {})
+    return of_family(name) | {"num_query_groups": int(groups.split()[0]) if groups else 0}
 
 
 def blocked(architecture: str) -> dict[str, Any]:
@@ -337,7 +337,8 @@ def case_of(choice: Choice) -> Case:
             | EXPERTS.get(choice.get("experts", experts), {})
             | {"moe_expert_capacity_factor": choice.get("capacity", 0.0)}
             | dropout
-            | {"untie_embeddings": choice["untied"], "activation": choice["activation"]}
+            | {"untie_embeddings": choice["untied"]}
+            | ({} if choice["activation"] == "auto" else {"activation": choice["activation"]})
             | ({"mtp_num_layers": choice["mtp"], "mtp_loss_scaling_factor": 0.3} if choice["mtp"] else {}),
         ),
         batch=choice["dp"] * choice["micro_batches"] * SAMPLES - choice["short"],

@@ -15,9 +15,10 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.config import ActivationConfig, Config, ModelConfig, ParallelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from tests.helpers.block_bytes import block_saves, kept_by_a_block, korthikanti
+from tests.helpers.families import of_family
 from tests.parallel.cases import MODEL, Case, new_engine, train
 
-LLAMA = replace(MODEL, architecture="llama", num_query_groups=2)
+LLAMA = replace(MODEL, **of_family("llama"), num_query_groups=2)
 SCORES = replace(MODEL, attention_dropout=0.1, hidden_dropout=0.1)
 
 

@@ -21,12 +21,13 @@ from megazero.flags.resolve import resolve
 from megazero.observe.step_metrics import memory_bytes
 from megazero.planner.bytes.estimate import estimate
 from megazero.planner.parameter_counts import num_parameters
+from tests.helpers.families import of_family
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)
-LLAMA = replace(UNTIED, architecture="llama", num_query_groups=2, add_qkv_bias=True)
-QWEN3 = replace(UNTIED, architecture="qwen3", num_query_groups=2, kv_channels=14, qk_layernorm=True)
-PARALLEL = replace(MODEL, architecture="parallel", num_query_groups=1, qk_layernorm=True)  # norms with biases
+LLAMA = replace(UNTIED, **of_family("llama"), num_query_groups=2, add_qkv_bias=True)
+QWEN3 = replace(UNTIED, **of_family("qwen3"), num_query_groups=2, kv_channels=14, qk_layernorm=True)
+PARALLEL = replace(MODEL, **of_family("parallel"), num_query_groups=1, qk_layernorm=True)  # norms with biases
 ONE_GROUP = replace(LLAMA, num_query_groups=1)  # replicated over tp, and its gradients summed
 
 

@@ -4,10 +4,7 @@ Embeddings with a factor, logits that are divided and capped, tied and with a ma
 one norm over the queries of all heads and one over all keys.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,21 +12,21 @@ import torch.nn.functional as F
 
 from megazero.engine.kernels.dropout import Rows
 from megazero.engine.model.layers.context import MicroBatchInfo
-from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.generation.kv_cache import KVCache
 from megazero.generation.model import hidden_states
 from megazero.planner.bytes.estimate import estimate
 from tests import reference
+from tests.helpers.families import of_family
 from tests.helpers.rings import by_default
-from tests.parallel.cases import MODEL, Case, Outcome, evaluate, global_batch, new_engine, train
+from tests.parallel.cases import MODEL, Case, evaluate, global_batch, new_engine, train
 from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, fp64, relative_error
 
 # Logits of these models are below 2: the cap bends them.
 TIED = replace(MODEL, num_layers=2, embedding_multiplier=6.5, logits_divisor=1.75, final_softcap=0.8)
-LLAMA = replace(TIED, num_attention_heads=8, architecture="llama", num_query_groups=2, untie_embeddings=True)
+LLAMA = replace(TIED, num_attention_heads=8, **of_family("llama"), num_query_groups=2, untie_embeddings=True)
 ALL_HEADS = replace(LLAMA, kv_channels=10, qk_layernorm=True, qk_norm_all_heads=True)
 DIVIDED = replace(ALL_HEADS, final_softcap=0.0, num_query_groups=0)
-BIASED = replace(ALL_HEADS, init_method_std=0.04, untie_embeddings=False)  # no other test has this model
+BIASED = replace(ALL_HEADS, linear_biases=("logits",), root_embedding=True, untie_embeddings=False)
 
 CASES = [
     Case(model=TIED),
@@ -53,36 +50,14 @@ BIASES = [
 ]
 
 
-@contextlib.contextmanager
-def biased() -> Iterator[None]:
-    """Within: a llama's logits have a bias, and its embeddings are multiplied by the root of their width."""
-    llama = ARCHITECTURES["llama"]._replace(biases=("logits",), root_embedding=True)
-    with patch.dict(ARCHITECTURES, {"llama": llama}):
-        yield
-
-
-def train_biased(rank: int, case: Case) -> Outcome:
-    with biased():
-        return train(rank, case)
-
-
-def check(case: Case, outcomes: list[Outcome]) -> None:
+@pytest.mark.parametrize("case", [*by_default(map(fp64, CASES), 4), *by_default(map(fp64, BIASES), 3)], ids=str)
+def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
     losses, norms = expected(case)
+    outcomes = ranks(case.world).run(train, case)
     for outcome in outcomes:
         assert relative_error(outcome.losses, losses) < TOLERANCE
         assert relative_error(outcome.norms, norms) < TOLERANCE
     check_bytes(case, outcomes)
-
-
-@pytest.mark.parametrize("case", by_default(map(fp64, CASES), 4), ids=str)
-def test_every_layout_is_the_same_model(case: Case, ranks) -> None:
-    check(case, ranks(case.world).run(train, case))
-
-
-@pytest.mark.parametrize("case", by_default(map(fp64, BIASES), 3), ids=str)
-def test_a_bias_of_the_logits(case: Case, ranks) -> None:
-    with biased():
-        check(case, ranks(case.world).run(train_biased, case))
 
 
 @pytest.mark.second
@@ -109,8 +84,7 @@ def set_bias(bias: torch.Tensor, first: int) -> None:
 
 def cached_logits(rank: int, case: Case) -> torch.Tensor:
     """Return the logits of two sequences: of four tokens at first, then of one at a time."""
-    with biased() if case.model == BIASED else contextlib.nullcontext():
-        engine = new_engine(rank, case)
+    engine = new_engine(rank, case)
     stage, cache, found = engine.model, KVCache(2, case.model.seq_length), []
     assert stage.head is not None
     if (bias := stage.head.output_bias) is not None:
@@ -133,11 +107,10 @@ def cached_logits(rank: int, case: Case) -> torch.Tensor:
 )
 def test_logits_with_a_cache(case: Case, ranks) -> None:
     """The same as in plain PyTorch, which has no cache."""
-    with biased() if case.model == BIASED else contextlib.nullcontext():
-        weights = reference.initial_weights(case.config())
-        if case.model == BIASED:
-            set_bias(weights["head.output_bias"], 0)
-        wanted = reference.forward(case.config(), weights, global_batch(case, 0)[0][:2])
+    weights = reference.initial_weights(case.config())
+    if case.model == BIASED:
+        set_bias(weights["head.output_bias"], 0)
+    wanted = reference.forward(case.config(), weights, global_batch(case, 0)[0][:2])
     for found in ranks(case.world).run(cached_logits, case):
         assert (found - wanted).abs().max() < TOLERANCE * wanted.abs().max()
 

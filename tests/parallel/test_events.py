@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from megazero.engine.mesh.collectives import Axis, Pending
 from megazero.engine.plan.program.operations import Op, Open
 from megazero.engine.step.engine import Engine
+from tests.helpers.families import of_family
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine
 
 STARTS = ("start_all_reduce", "start_all_gather", "start_reduce_scatter")
@@ -284,7 +285,7 @@ def test_compiled_functions_are_what_runs(compiles: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "compile", compile_)
     for architecture in ("gpt2", "llama"):  # whose activation functions differ
         made.clear()
-        case = Case(compile=compiles, model=replace(MODEL, attention_dropout=0.1, architecture=architecture))
+        case = Case(compile=compiles, model=replace(MODEL, attention_dropout=0.1, **of_family(architecture)))
         engine = new_engine(0, case)
         before = called.copy()
         engine.train_step(1, micro_batches(case, engine.mesh, 0))

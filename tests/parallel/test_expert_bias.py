@@ -17,6 +17,7 @@ from megazero.generation.model import InferenceModel
 from megazero.observe.step_metrics import expert_loads
 from megazero.run.text_samples import next_logits
 from tests.helpers import chains
+from tests.helpers.families import of_family
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine
 
@@ -24,7 +25,7 @@ RATE = 0.05
 EXPERTS = replace(
     MODEL,
     num_layers=3,
-    architecture="mixtral",
+    **of_family("mixtral"),
     ffn_hidden_size=36,
     num_query_groups=2,
     num_experts=6,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megazero.engine.model.layers.context import DTYPES
+from tests.helpers.families import of_family
 from tests.helpers.rings import SECOND, by_default
 from tests.parallel import matrix
 from tests.parallel.cases import MODEL, STEPS, Case, train
@@ -24,7 +25,7 @@ from tests.parallel.test_parity import (
     tolerance,
 )
 
-LLAMA = replace(MODEL, num_layers=3, architecture="llama", num_query_groups=2, ffn_hidden_size=36)
+LLAMA = replace(MODEL, num_layers=3, **of_family("llama"), num_query_groups=2, ffn_hidden_size=36)
 BALANCED = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
 RENORMALISED = replace(LLAMA, num_experts=4, **BALANCED)
 SHARED = replace(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.families import of_family
 from tests.helpers.kernel_checks import require_triton
 from tests.helpers.rounding import model_tolerance
 from tests.parallel.cases import Case, Outcome, train
@@ -54,7 +55,7 @@ def train_and_name(rank: int, case: Case) -> tuple[Outcome, set[str]]:
 def test_steps_are_those_of_torchs_operators(ranks, architecture: str, sp: bool) -> None:
     """A step of two tensor-parallel ranks: loss, gradient norm, and all bytes."""
     require_triton()
-    model = replace(TINY, architecture=architecture)
+    model = replace(TINY, **of_family(architecture))
     if architecture == "qwen3":
         model = replace(model, qk_layernorm=True, kv_channels=6, num_query_groups=1)
     case = Case(tp=2, sp=sp, batch=2, micro_batches=1, model=model)

@@ -16,7 +16,6 @@ from megazero.engine.model.layers.attention import GroupedAttention
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.norm import LayerNorm, RMSNorm
 from megazero.engine.model.stage import declare
-from megazero.engine.options.architectures import ARCHITECTURES as OPTIONS
 from megazero.engine.plan.layout.zero_policy import DENSE
 from megazero.flags.cli import parse
 from megazero.flags.config import ModelConfig
@@ -25,6 +24,7 @@ from megazero.planner.search.candidates import Sizes
 from megazero.planner.search.search import ClosedTerms
 from megazero.planner.time.devices import load_device
 from megazero.planner.trace.trace import model_flops
+from tests.helpers.families import of_family
 from tests.helpers.rings import by_default
 from tests.helpers.traces import trace_layers
 from tests.parallel.cases import Case, Outcome, train
@@ -40,7 +40,7 @@ MODEL = ModelConfig(
     seq_length=11,
     vocab_size=101,
     init_method_std=0.05,
-    architecture="alternating",
+    **of_family("llama") | {"parallel_norms": "alternating"},
 )
 
 
@@ -62,7 +62,7 @@ class AlternatingBlock(SequentialBlock):
 
     @staticmethod
     def kind(model: ModelConfig, number: int) -> bool:
-        return WIDE[model.architecture](model, number)
+        return WIDE[model.parallel_norms](model, number)
 
 
 WIDE: dict[str, Callable[[ModelConfig, int], bool]] = {
@@ -73,11 +73,8 @@ WIDE: dict[str, Callable[[ModelConfig, int], bool]] = {
 
 @contextlib.contextmanager
 def known() -> Iterator[None]:
-    """Within: the tables of architectures have those of this file."""
-    with (
-        patch.dict(BLOCK_CLASSES, dict.fromkeys(WIDE, AlternatingBlock)),
-        patch.dict(OPTIONS, dict.fromkeys(WIDE, OPTIONS["llama"])),
-    ):
+    """Within: the table of blocks has those of this file."""
+    with patch.dict(BLOCK_CLASSES, dict.fromkeys(WIDE, AlternatingBlock)):
         yield
 
 
@@ -134,7 +131,7 @@ def test_each_kind_is_declared_once() -> None:
 
 @pytest.mark.parametrize(("architecture", "num_wide"), [("alternating", 2), ("last", 3)])
 def test_flops_are_those_of_each_kind(architecture: str, num_wide: int) -> None:
-    model = replace(MODEL, architecture=architecture)
+    model = replace(MODEL, parallel_norms=architecture)
     assert model_flops(model, 7) == 3 * 7 * 11 * ((5 - num_wide) * NARROW + num_wide * WIDER + 2 * 101 * 48)
 
 
@@ -164,7 +161,7 @@ def test_a_search_ranks_layouts_by_the_mean_block() -> None:
 
 def test_stages_are_split_by_the_cost_of_each_block() -> None:
     """Three wide blocks at the end, of twelve: half of the cost is behind the seventh."""
-    config, layout = Case(pp=2, model=replace(MODEL, num_layers=12, vocab_size=16, architecture="last")).resolved()
+    config, layout = Case(pp=2, model=replace(MODEL, num_layers=12, vocab_size=16, parallel_norms="last")).resolved()
     costs = layer_costs(declare(config.model), config.model, config.activations)
     assert layout.split == (7, 5)
     uneven, even = (max(rank_costs(split, layout.placement, costs)) for split in ((7, 5), (6, 6)))

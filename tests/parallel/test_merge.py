@@ -24,10 +24,11 @@ from megazero.flags.config import Config, OptimizerConfig
 from megazero.interop.merge import merge, merge_weights, same_model
 from megazero.run.run_state import RunState
 from tests.helpers import chains
+from tests.helpers.families import of_family
 from tests.helpers.programs import warm
 from tests.helpers.table import for_each
 
-MODEL = replace(chains.MODEL, num_layers=2, architecture="mixtral", num_experts=4, moe_router_enable_expert_bias=True)
+MODEL = replace(chains.MODEL, num_layers=2, **of_family("mixtral"), num_experts=4, moe_router_enable_expert_bias=True)
 MODEL = replace(MODEL, moe_router_score_function="sigmoid", moe_router_bias_update_rate=0.01, ffn_hidden_size=24)
 STAGES = ("alone", "dp2 zero3", "tp2 sp", "pp2", "alone")  # the layouts of one run: each saves its last iteration
 AT = (2, 3, 5, 6, 9)

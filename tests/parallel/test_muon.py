@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 
 from megazero.planner.bytes.estimate import estimate
+from tests.helpers.families import of_family
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, train
 from tests.parallel.test_parity import SHALLOW, WITH_MUON, check_balance, check_bytes, expected, fp64, relative_error
 
-LLAMA = replace(SHALLOW, architecture="llama", num_query_groups=2)
+LLAMA = replace(SHALLOW, **of_family("llama"), num_query_groups=2)
 EXPERTS = replace(
     SHALLOW,
-    architecture="qwen2-moe",
+    **of_family("qwen2-moe"),
     num_query_groups=2,
     num_experts=4,
     moe_ffn_hidden_size=24,

@@ -32,6 +32,7 @@ from megazero.planner.bytes.estimate import estimate
 from megazero.planner.state_shares import host_rate
 from tests.helpers.chains import Curve, configured, make_corpus
 from tests.helpers.chains import train as train_chain
+from tests.helpers.families import of_family
 from tests.helpers.rings import by_default
 from tests.helpers.table import for_each
 from tests.parallel.cases import MODEL, Case, train
@@ -39,7 +40,7 @@ from tests.parallel.test_parity import check_bytes
 from tests.parallel.test_pretended_gpu import FOR_GRADIENTS, train_watched
 
 SMALL = replace(MODEL, num_layers=3)
-LLAMA = replace(SMALL, architecture="llama", num_query_groups=2)
+LLAMA = replace(SMALL, **of_family("llama"), num_query_groups=2)
 
 
 def case_of(**changes: object) -> Case:

@@ -17,6 +17,7 @@ from megazero.flags.config import ModelConfig
 from megazero.planner.bytes.estimate import estimate
 from megazero.verify.planned import unplanned
 from tests import reference
+from tests.helpers.families import of_family
 from tests.helpers.late import late_collectives
 from tests.helpers.rings import SECOND, by_default
 from tests.parallel import matrix
@@ -41,27 +42,27 @@ WITH_MUON = 1e-9
 
 SHALLOW = replace(MODEL, num_layers=1)
 # Two groups of keys and values on four ranks, two of which share each.
-SHARED_GROUPS = replace(MODEL, num_layers=2, num_attention_heads=8, architecture="llama", num_query_groups=2)
+SHARED_GROUPS = replace(MODEL, num_layers=2, num_attention_heads=8, **of_family("llama"), num_query_groups=2)
 
 # LayerNorms of queries and keys, whose biases are summed over tp too.
-PARALLEL_NORMS = replace(MODEL, num_layers=2, architecture="parallel", num_query_groups=2, qk_layernorm=True)
+PARALLEL_NORMS = replace(MODEL, num_layers=2, **of_family("parallel"), num_query_groups=2, qk_layernorm=True)
 ALL_BUT_NORMS_OF_HEADS = ("token*", "head*", "*.norm.*", "*.mlp.*", *(f"*.{n}.weight" for n in ("query", "kv", "proj")))
 
 
 # Blocks whose linear layers read the block's input, without a norm in front.
-POST_NORM = replace(MODEL, num_layers=3, architecture="olmo2")
+POST_NORM = replace(MODEL, num_layers=3, **of_family("olmo2"))
 
 # Kinds of rotary positions: parts of a head, interleaved, scaled, and layers that differ.
-LLAMA = replace(MODEL, num_layers=3, architecture="llama", num_query_groups=2, kv_channels=10)
+LLAMA = replace(MODEL, num_layers=3, **of_family("llama"), num_query_groups=2, kv_channels=10)
 PART_OF_A_HEAD = replace(
-    LLAMA, architecture="parallel", rotary_percent=0.65, rotary_interleaved=True, qk_layernorm=True
+    LLAMA, **of_family("parallel"), rotary_percent=0.65, rotary_interleaved=True, qk_layernorm=True
 )
 YARN = replace(LLAMA, rope_scaling_factor=4.0, rope_scaling_type="yarn", rope_trained_length=64, rotary_percent=0.8)
 LINEAR = replace(LLAMA, rope_scaling_factor=3.0, rope_scaling_type="linear")
 BY_LAYER = replace(LINEAR, layer_pattern="LNG", window_size=4, local_rotary_base=99.0)
 
 # A query sees the keys of every rank, but its head's sink once; and an expert's bias is added once.
-SINKS = replace(MODEL, num_layers=2, architecture="gpt-oss", num_query_groups=2, num_experts=4, ffn_hidden_size=24)
+SINKS = replace(MODEL, num_layers=2, **of_family("gpt-oss"), num_query_groups=2, num_experts=4, ffn_hidden_size=24)
 
 
 def parameters(found: matrix.Covers) -> list[object]:
@@ -188,7 +189,7 @@ def follows_rounding(case: Case) -> set[str]:
 
     The gradient of a key's bias is 0 but for rounding, whose sign Lion follows. No loss depends on this bias.
     """
-    biased = case.optimizer == "lion" and case.model.traits.learned_positions
+    biased = case.optimizer == "lion" and case.model.learned_positions
     return {"layer_update_ratio", "layer_max_logit"} if biased else set()
 
 

@@ -10,6 +10,7 @@ from megazero import checkpoint
 from megazero.checkpoint.engine_state import EngineState
 from megazero.engine.plan.schedule.schedules import SCHEDULES
 from megazero.planner.bytes.estimate import estimate
+from tests.helpers.families import of_family
 from tests.helpers.rings import SECOND, by_default
 from tests.parallel.cases import MODEL, Case, evaluate, micro_batches, new_engine, train
 from tests.parallel.test_parity import TOLERANCE, expected, fp64, relative_error, train_late
@@ -175,7 +176,7 @@ def losses_after_loading(cases: list[Case], folder: Path, ranks: Any) -> tuple[l
     return found, wanted
 
 
-ONE_GROUP = replace(MODEL, num_layers=2, architecture="llama", num_query_groups=1, untie_embeddings=True)
+ONE_GROUP = replace(MODEL, num_layers=2, **of_family("llama"), num_query_groups=1, untie_embeddings=True)
 
 
 @pytest.mark.second

@@ -16,6 +16,7 @@ from megazero.engine.model.stage import declare
 from megazero.engine.plan.program.rank_spec import rank_spec
 from megazero.planner.bytes.estimate import estimate
 from megazero.planner.layouts import rank_layers
+from tests.helpers.families import of_family
 from tests.helpers.planted import Fault, planted
 from tests.helpers.ranks import RankError
 from tests.helpers.rings import SECOND, by_default
@@ -96,7 +97,7 @@ EXPERTS = replace(
     hidden_size=64,
     num_attention_heads=8,
     seq_length=12,
-    architecture="mixtral",
+    **of_family("mixtral"),
     num_experts=4,
     moe_router_topk=4,
     moe_ffn_hidden_size=48,
@@ -152,7 +153,7 @@ def test_the_host_waits_for_experts_at_most_once_per_layer(case: Case, waits: in
 def test_documents_and_windows_on_a_gpu_without_flash_attention(
     architecture: str, reset: str, options: dict[str, Any], ranks
 ) -> None:
-    model = replace(MODEL, num_layers=2, architecture=architecture, **options)
+    model = replace(MODEL, num_layers=2, **of_family(architecture), **options)
     case = Case(model=model, kernels="eager", precision="fp16", reset=reset)
     (watched,) = ranks(1).run(train_watched, case, None, (7, 0))
     assert watched.found == {}
@@ -162,7 +163,7 @@ def test_documents_and_windows_on_a_gpu_without_flash_attention(
 
 SMALL = replace(MODEL, num_layers=3)
 OFFLOADED = Case(model=SMALL, kernels="eager", recompute="full", host=True, micro_batches=3)
-ROTARY = Case(model=replace(SMALL, architecture="llama"), kernels="eager")
+ROTARY = Case(model=replace(SMALL, **of_family("llama")), kernels="eager")
 SHARDED = Case(dp=2, zero=3, model=SMALL, kernels="eager")
 STAGES = Case(pp=2, model=SMALL, kernels="eager", micro_batches=3)
 STORE = "megazero.engine.memory.copies", "StreamCopies", "start_store"

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from megazero.command.rehearsal.rehearsal import RehearsalDevice, rehearse_rank
+from tests.helpers.families import of_family
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, train
 
 UNTIED = replace(MODEL, untie_embeddings=True)
-LLAMA = replace(UNTIED, architecture="llama", num_query_groups=2, add_qkv_bias=True)
+LLAMA = replace(UNTIED, **of_family("llama"), num_query_groups=2, add_qkv_bias=True)
 # All experts of a token: as many rows for each, as a plan assumes.
 EXPERTS = replace(LLAMA, num_layers=2, num_experts=4, moe_router_topk=4, moe_ffn_hidden_size=24, moe_aux_loss_coeff=0.1)
 

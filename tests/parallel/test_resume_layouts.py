@@ -9,6 +9,7 @@ import torch
 
 from megazero.checkpoint.streaming import TensorReader
 from tests.helpers.chains import LAYOUTS, MODEL, TOLERANCE, Curve, configured, deviation, make_corpus, train
+from tests.helpers.families import of_family
 
 STOP, END = 2, 4  # iterations
 NAMES = list(LAYOUTS)
@@ -122,7 +123,7 @@ OF_EXPERTS: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
 def test_experts_resume_on_other_ranks(ranks: Any, tmp_path: Path) -> None:
     model = replace(
         MODEL,
-        architecture="mixtral",
+        **of_family("mixtral"),
         num_experts=4,
         moe_ffn_hidden_size=24,
         moe_layer_freq="DEE",

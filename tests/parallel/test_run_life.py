@@ -32,6 +32,7 @@ from megazero.run.replicas import check_replicas
 from megazero.run.stopping import Clock, DeadRun, Signals, Wish
 from megazero.run.training_run import TrainingRun
 from megazero.world import Generation
+from tests.helpers.families import of_family
 from tests.helpers.rings import by_default
 from tests.parallel.runs import MODEL, configured, names, quietly, run_of, train, weights, write_corpus
 
@@ -482,7 +483,7 @@ def test_a_routers_biases_that_drift_are_named(ranks: Any, corpus: str, tmp_path
     """All ranks have those of all layers."""
     config = configured(corpus, tmp_path, 3)
     experts = {"num_experts": 4, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-    config = replace(config, model=replace(config.model, architecture="llama", moe_layer_freq="DE", **experts))
+    config = replace(config, model=replace(config.model, **of_family("llama"), moe_layer_freq="DE", **experts))
     check_drift(ranks, config, axes, {}, "the router's biases", "layer 1")
 
 

@@ -11,6 +11,7 @@ from megazero.flags.config import LogConfig
 from megazero.generation.sampling import Sampling
 from megazero.run.text_samples import TextSampler, read_prompts
 from tests import reference
+from tests.helpers.families import of_family
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, new_engine
 
@@ -19,7 +20,7 @@ NUM_TOKENS = 9
 SEED = 77  # of the texts; not the default
 # The byte tokenizer's vocabulary; layers enough for a V, and weights that make other logits in every place.
 BYTES = replace(MODEL, vocab_size=257, num_layers=4, init_method_std=0.3)
-EXPERTS = replace(BYTES, architecture="llama", num_query_groups=2, num_experts=4, moe_ffn_hidden_size=24)
+EXPERTS = replace(BYTES, **of_family("llama"), num_query_groups=2, num_experts=4, moe_ffn_hidden_size=24)
 
 
 def sampled(rank: int, case: Case, path: str) -> list[list[dict[str, str]]]:

@@ -19,6 +19,7 @@ from megazero.engine.zero import optimizer_shard
 from megazero.engine.zero.optimizer_shard import OptimizerShard
 from megazero.engine.zero.reduce_scatter import Buffer
 from tests.helpers import small
+from tests.helpers.families import of_family
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, Outcome, micro_batches, new_engine, train, train_on
 from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, relative_error
@@ -26,7 +27,7 @@ from tests.parallel.test_update_rules import NoAllocation
 
 # Rows of most matrices are whole blocks of 32; those of `odd` are not. A head's 32 columns, or 2 x 32 on a rank.
 WIDE = replace(MODEL, hidden_size=96, kv_channels=32, num_layers=2)
-LLAMA = replace(WIDE, architecture="llama", num_query_groups=2, ffn_hidden_size=192)
+LLAMA = replace(WIDE, **of_family("llama"), num_query_groups=2, ffn_hidden_size=192)
 EXPERTS = replace(
     LLAMA,
     num_experts=4,

@@ -22,6 +22,7 @@ from megazero.observe import largest_logit
 from megazero.observe.layer_statistics import KEYS, LayerStatistics
 from megazero.planner.bytes.estimate import estimate
 from megazero.planner.trace.pretend import pretend_mesh
+from tests.helpers.families import of_family
 from tests.helpers.rings import SECOND
 from tests.helpers.table import for_each
 from tests.parallel.cases import MODEL, Case, micro_batches, new_engine, train
@@ -32,8 +33,8 @@ RATIO = "layer_update_ratio"
 
 
 TWO = replace(MODEL, num_layers=2)
-LLAMA = replace(TWO, architecture="llama", num_query_groups=2, window_size=4, layer_pattern="LG")
-EXPERTS = replace(TWO, architecture="mixtral", num_query_groups=2, num_experts=4, moe_ffn_hidden_size=24)
+LLAMA = replace(TWO, **of_family("llama"), num_query_groups=2, window_size=4, layer_pattern="LG")
+EXPERTS = replace(TWO, **of_family("mixtral"), num_query_groups=2, num_experts=4, moe_ffn_hidden_size=24)
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,14 @@ from megazero.generation.target_scores import _likeliest
 from megazero.run.stopping import Wish
 from megazero.run.task_scores import TaskScorer
 from tests import reference
+from tests.helpers.families import of_family
 from tests.helpers.rings import by_default
 from tests.parallel.cases import MODEL, Case, new_engine
 from tests.parallel.runs import configured, names, quietly, run_of, write_corpus
 
 # The byte tokenizer's vocabulary, and weights that make other logits in every place.
 BYTES = replace(MODEL, vocab_size=257, num_layers=4, init_method_std=0.3)
-LLAMA = replace(BYTES, architecture="llama", num_query_groups=2)
+LLAMA = replace(BYTES, **of_family("llama"), num_query_groups=2)
 EXPERTS = replace(LLAMA, num_experts=4, moe_ffn_hidden_size=24)
 MULTIPLE = replace(BYTES, mtp_num_layers=1)
 ITEMS = [

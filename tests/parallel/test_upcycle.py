@@ -16,10 +16,11 @@ from megazero.flags.config import Config, ModelConfig
 from megazero.interop.upcycle import upcycle, with_experts
 from megazero.run.run_state import RunState
 from tests.helpers import chains
+from tests.helpers.families import of_family
 from tests.helpers.programs import warm
 from tests.helpers.rings import by_default
 
-DENSE = replace(chains.MODEL, architecture="llama", num_query_groups=2, ffn_hidden_size=24, untie_embeddings=True)
+DENSE = replace(chains.MODEL, **of_family("llama"), num_query_groups=2, ffn_hidden_size=24, untie_embeddings=True)
 OPTIONS = {"num_experts": 6, "moe_router_topk": 3, "moe_layer_freq": "DE"}
 TRAINED = 2  # iterations of the dense model
 TOLERANCE = 1e-10

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megazero.engine.kernels import dropout, eager, operators
-from megazero.engine.options.architectures import ActivationName
+from megazero.engine.options.model_options import ActivationName
 
 GATED = ("swiglu", "geglu-tanh", "swiglu-clamped")  # activations of [.., 2 f], gates and values -> [.., f]
 

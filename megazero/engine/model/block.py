@@ -1,4 +1,4 @@
-"""The contract of a layer, and the blocks of all architectures, built from an architecture's traits.
+"""The contract of a layer, and the blocks of all models, built from their options.
 
 A layer is a `Layer` that
 - sets `use` and, unless it is a block, `end`;
@@ -34,8 +34,7 @@ from megazero.engine.model.layers.linear import (
     rows_onto,
 )
 from megazero.engine.model.layers.norm import NORMS, NoNorm, Norm
-from megazero.engine.options.architectures import ARCHITECTURES, ActivationName
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ActivationName, ModelConfig
 from megazero.engine.plan.layout.layers import End, Use
 
 
@@ -65,10 +64,10 @@ class MLP(nn.Module):
     def __init__(
         self, model: ModelConfig, context: Context, activation: ActivationName | None = None, bias: bool | None = None
     ) -> None:
-        """activation, bias: None: as in the architecture's traits."""
+        """activation, bias: None: as in the options."""
         super().__init__()
-        h, f, traits = model.hidden_size, model.ffn_size, model.traits
-        name, bias = activation or traits.activation, "mlp" in traits.biases if bias is None else bias
+        h, f = model.hidden_size, model.ffn_size
+        name, bias = activation or model.activation, "mlp" in model.linear_biases if bias is None else bias
         out, tp_dim, matrices = ((2, f), 1, (0,)) if name in GATED else ((f,), 0, ())
         std = model.init_method_std
         self.up = ColumnLinear(context, h, *out, tp_dim=tp_dim, std=std, bias=bias, matrices=matrices)
@@ -87,16 +86,16 @@ def attention_of(model: ModelConfig, number: int, context: Context) -> Attention
     """Return the attention of a block."""
     if model.multi_latent_attention:
         return LatentAttention(model, number, context)
-    return (FusedAttention if model.traits.fused_qkv else GroupedAttention)(model, number, context)
+    return (FusedAttention if model.fused_qkv else GroupedAttention)(model, number, context)
 
 
 class SequentialBlock(Layer):
-    """x + attention(norm(x)), then x + mlp(norm(x)); or norms after the branches, or both (`traits.norms`)."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); or norms after the branches, or both (`norm_place`)."""
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
-        before, after = model.traits.norms != "after", model.traits.norms != "before"
-        norm = NORMS[model.traits.norm]
+        before, after = model.norm_place != "after", model.norm_place != "before"
+        norm = NORMS[model.norm]
         self.norm1: Norm = norm(model, context) if before else NoNorm()
         self.attention = attention_of(model, number, context)
         self.norm1_after = norm(model, context) if after else None
@@ -119,10 +118,10 @@ class ParallelBlock(Layer):
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
-        norm = NORMS[model.traits.norm]
+        norm = NORMS[model.norm]
         self.norm = norm(model, context)
         self.attention = attention_of(model, number, context)
-        self.mlp_norm = norm(model, context) if model.traits.parallel == 2 else None
+        self.mlp_norm = norm(model, context) if model.parallel_norms == 2 else None
         self.mlp = MLP(model, context)
         dropout = context.dropout(model.hidden_dropout, number, "block")
         self.residual = Residual(dropout, None, model.residual_multiplier)
@@ -139,8 +138,6 @@ class ParallelBlock(Layer):
         return rows_onto(x, (a.attend(heads, tokens), inner), rows, output)
 
 
-# The class of each architecture's blocks, made as class(model, number, context). One with another arrangement of parts
-# names its own here.
-BLOCK_CLASSES: dict[str, type[Layer]] = {
-    name: ParallelBlock if traits.parallel else SequentialBlock for name, traits in ARCHITECTURES.items()
-}
+# --parallel-norms -> class of blocks, made as class(model, number, context). One with another arrangement of parts has
+# an option of its own.
+BLOCK_CLASSES: dict[int, type[Layer]] = {0: SequentialBlock, 1: ParallelBlock, 2: ParallelBlock}

@@ -36,12 +36,12 @@ class Prediction(nn.Module):
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__()
-        norm, h = NORMS[model.traits.norm], model.hidden_size
+        norm, h = NORMS[model.norm], model.hidden_size
         self.token_norm, self.state_norm = norm(model, context), norm(model, context)
         self.projection = ColumnLinear(
             context.of_one_rank, 2 * h, h, std=model.init_method_std, bias=False, tp_dim=None, matrices=()
         )
-        self.block = BLOCK_CLASSES[model.architecture](model, number, context)
+        self.block = BLOCK_CLASSES[model.parallel_norms](model, number, context)
         self.norm = norm(model, context)
 
     def forward(self, state: torch.Tensor, embedded: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:

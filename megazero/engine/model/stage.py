@@ -33,7 +33,7 @@ class TokenEmbedding(VocabularyTable, Layer):
 
     def __init__(self, model: ModelConfig, context: Context) -> None:
         super().__init__(model, context)
-        probability = 0.0 if model.traits.learned_positions else model.hidden_dropout
+        probability = 0.0 if model.learned_positions else model.hidden_dropout
         self.dropout = context.dropout(probability, -1, "embedding")
 
     def forward(self, ids: torch.Tensor, tokens: MicroBatchInfo) -> torch.Tensor:
@@ -103,7 +103,7 @@ class Head(Layer):
         self.norm = norm
         self.output = VocabularyTable(model, context) if model.untie_embeddings else None
         self.reads = () if tokens is None else (TOKEN_EMBEDDING,)
-        has_bias = "logits" in model.traits.biases
+        has_bias = "logits" in model.linear_biases
         self.output_bias = context.weight(model.vocab_size, sharded={0: "tp"}, pads=True) if has_bias else None
         to_logits = LogitMap(1 / model.logits_divisor, model.final_softcap)
         table = self.output or tokens
@@ -151,9 +151,9 @@ class Stage(nn.Module):
         self.position_embedding = PositionEmbedding(model, context) if POSITION_EMBEDDING in names else None
         self.blocks = nn.ModuleDict()
         for number in (name.removeprefix(BLOCKS) for name in names if name.startswith(BLOCKS)):
-            self.blocks[number] = BLOCK_CLASSES[model.architecture](model, int(number), context)
+            self.blocks[number] = BLOCK_CLASSES[model.parallel_norms](model, int(number), context)
         table = self.token_embedding if reads else None
-        self.head = Head(model, NORMS[model.traits.norm](model, context), table, context) if HEAD in names else None
+        self.head = Head(model, NORMS[model.norm](model, context), table, context) if HEAD in names else None
         self.layers = tuple(dict.fromkeys([TOKEN_EMBEDDING] if reads else []) | dict.fromkeys(names))
         self.units: dict[str, list[Weight]] = {}
         for name in self.layers:
@@ -177,11 +177,11 @@ def declare(model: ModelConfig, tp: int = 1) -> Layers:
     context = Context(stream, MemoryTracker(), "fp32", torch.device("meta"))
     first: dict[Hashable, str] = {}
     kind_of = {TOKEN_EMBEDDING: TOKEN_EMBEDDING}
-    if model.traits.learned_positions:
+    if model.learned_positions:
         kind_of[POSITION_EMBEDDING] = POSITION_EMBEDDING
     for number in range(model.num_layers):
         name = f"{BLOCKS}{number}"
-        kind_of[name] = first.setdefault(BLOCK_CLASSES[model.architecture].kind(model, number), name)
+        kind_of[name] = first.setdefault(BLOCK_CLASSES[model.parallel_norms].kind(model, number), name)
     kind_of[HEAD] = HEAD
     stage = Stage(model, dict.fromkeys(kind_of.values()), context)
     kinds = {name: _declared(name, stage) for name in stage.layers}

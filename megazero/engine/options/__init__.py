@@ -1,4 +1,4 @@
-"""Options of a step: the dataclass tree (`schema`), bounds, traits of models. Pure.
+"""Options of a step: the dataclass tree (`schema`), bounds. Pure.
 
 Begin with `schema`.
 """

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from megazero.engine.options.architectures import ARCHITECTURES, ActivationName, ArchitectureTraits
 from megazero.engine.options.option import (
     FEW,
     MOST_LAYERS,
@@ -21,11 +20,9 @@ from megazero.engine.options.option import (
 
 LARGE = "products of larger numbers overflow"
 RopeScaling = Literal["llama3", "linear", "yarn"]
-
-if TYPE_CHECKING:
-    ArchitectureName = str
-else:
-    ArchitectureName = Literal[tuple(ARCHITECTURES)]  # --help lists the choices
+NormName = Literal["layernorm", "rmsnorm", "rmsnorm-1p"]
+ActivationName = Literal["gelu", "gelu-tanh", "relu", "squared-relu", "swiglu", "geglu-tanh", "swiglu-clamped"]
+BiasName = Literal["qkv", "proj", "mlp", "experts", "logits"]
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,9 @@ class ModelConfig:
     """Standard deviation of the initial weights. That of residual projections is divided by sqrt(2 x --num-layers)."""
     untie_embeddings: bool = False
     """Give the output head a matrix of its own. By default it uses the token table."""
-    architecture: Annotated[ArchitectureName, Role.ON_SCREEN] = "gpt2"
-    """Family of the model: its layers, and its defaults of other flags. gpt2: learned positions, LayerNorm, tanh GELU,
-    biases, tied embeddings. llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, untied
-    embeddings. The others differ from these two in norms, activations, biases or defaults; gpt-neox is Pythia's, and
-    parallel is gptj without its bias and defaults. docs/results/families.md has a table of them."""
-    activation: Literal["auto", ActivationName] = "auto"
+    architecture: str = "gpt2"
+    """Name of the family, which has set its options. No layer reads it."""
+    activation: Annotated[Literal["auto", ActivationName], Role.TRAIT] = "gelu-tanh"
     """Activation of the MLPs. swiglu, geglu-tanh and swiglu-clamped are gated: the MLP has three matrices. auto: the
     architecture's."""
     num_query_groups: Annotated[int, Bounds(0, 2**20, FEW)] = 0
@@ -164,6 +158,26 @@ class ModelConfig:
     ] = 1.0
     """Factor of the results of attention and MLP before they are added to the residual stream; Granite has 0.22."""
 
+    # Traits: a family sets them. The defaults are GPT-2's.
+    norm: Annotated[NormName, Role.FAMILY, Role.TRAIT] = "layernorm"
+    """Kind of all norms. rmsnorm-1p multiplies by 1 + weight."""
+    norm_place: Annotated[Literal["before", "after", "around"], Role.FAMILY, Role.TRAIT] = "before"
+    """Place of the norms in a branch of a block: x + branch(norm(x)), x + norm(branch(x)), or both."""
+    parallel_norms: Annotated[Literal[0, 1, 2], Role.FAMILY, Role.TRAIT] = 0
+    """Norms of a block whose attention and MLP read the same x, as in x + attention(norm(x)) + mlp(norm(x)): 1 if they
+    share it, 2 if each has its own. 0: attention, then the MLP."""
+    linear_biases: Annotated[tuple[BiasName, ...], Role.FAMILY, Role.TRAIT] = ("qkv", "proj", "mlp")
+    """Linear layers that have biases: qkv, proj (of attention), mlp, experts (with their router), logits (the output
+    matrix)."""
+    attention_sinks: Annotated[bool, Role.FAMILY, Role.TRAIT] = False
+    """Give each attention head a sink, as in gpt-oss."""
+    fused_qkv: Annotated[bool, Role.FAMILY, Role.TRAIT] = True
+    """Queries, keys and values are one weight; with --learned-positions alone."""
+    learned_positions: Annotated[bool, Role.FAMILY, Role.TRAIT] = True
+    """Add a table of positions to the embeddings. Otherwise positions are rotary."""
+    root_embedding: Annotated[bool, Role.FAMILY, Role.TRAIT] = False
+    """Multiply the embeddings by sqrt(--hidden-size), as in Gemma."""
+
     num_experts: Annotated[int, Bounds(0, 2**14, FEW)] = 0
     """Replace the MLP by this many experts, each an MLP, in the layers of --moe-layer-freq. A router sends each token
     to --moe-router-topk of them. 0: none."""
@@ -222,12 +236,6 @@ class ModelConfig:
     one token further ahead each. Losses are logged as mtp_losses. 0: none."""
     mtp_loss_scaling_factor: Annotated[float, Bounds(0, 1e6, LARGE), OnResume.LOSS] = 0.1
     """Factor of the mean loss of the modules of --mtp-num-layers. DeepSeek-V3 had 0.3, later 0.1."""
-
-    @property
-    def traits(self) -> ArchitectureTraits:
-        """The traits of the architecture, with the activation of --activation."""
-        found = ARCHITECTURES[self.architecture]
-        return found if self.activation == "auto" else found._replace(activation=self.activation)
 
     @property
     def ffn_size(self) -> int:
@@ -296,7 +304,7 @@ class ModelConfig:
     @property
     def embedding_scale(self) -> float:
         """Factor of the token embeddings."""
-        return self.embedding_multiplier * (math.sqrt(self.hidden_size) if self.traits.root_embedding else 1.0)
+        return self.embedding_multiplier * (math.sqrt(self.hidden_size) if self.root_embedding else 1.0)
 
     @property
     def residual_std(self) -> float:

@@ -34,6 +34,7 @@ class Role(Enum):
     PATH = auto()  # it names files or folders
     KIND_OF_RUN = auto()  # without it, the command would start another kind of run
     FAMILY = auto()  # a family, a preset or a config.json sets it. No help lists it; docs/results/flags.md does
+    TRAIT = auto()  # each family sets it: a part of its layers
     ON_SCREEN = auto()  # the first lines of the start screen have it
 
 

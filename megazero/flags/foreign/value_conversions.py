@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 
 from megazero.engine.options.option import MOST_LAYERS
-from megazero.flags.architecture_flags import flags_of
+from megazero.families import FAMILIES
 from megazero.flags.config import MOST_MINUTES
 from megazero.flags.corpus_flags import is_number
 from megazero.flags.flag_names import flags
@@ -48,8 +48,8 @@ def rename(flag: ForeignFlag) -> list[str]:
 
 def has_experts(flag: ForeignFlag) -> bool:
     """Return whether a flag or the architecture gives the model experts."""
-    defaults = flags_of(flag.get("architecture")).defaults
-    return int(*flag.ours.get("num-experts", (defaults.get("num-experts", 0),))) > 0
+    family = FAMILIES.get(flag.get("architecture"))
+    return int(*flag.ours.get("num-experts", (family.options.get("num_experts", 0) if family else 0,))) > 0
 
 
 def rename_with_experts(flag: ForeignFlag) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from megazero.families import FAMILIES
 from megazero.flags.cli import ModelFlags
 from megazero.flags.config import ModelConfig
 
@@ -88,7 +89,8 @@ def _resumed(saved: _ResumedModel) -> ModelFlags:
 
 
 def _flags(source: str, model: ModelConfig, tokenizer: str, notes: list[str]) -> ModelFlags:
-    values = {name.replace("_", "-"): value for name, value in asdict(model).items()}
+    traits = FAMILIES[model.architecture].traits.items()  # --architecture sets them
+    values = {name.replace("_", "-"): value for name, value in asdict(model).items() if (name, value) not in traits}
     return ModelFlags(source, values, tokenizer, notes)
 
 

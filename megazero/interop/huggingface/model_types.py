@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megazero.engine.options.architectures import ARCHITECTURES
+from megazero.families import FAMILIES
 from megazero.flags.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -147,15 +147,13 @@ def attention_kinds(model: ModelConfig) -> str:
 
 
 def canonical(model: ModelConfig) -> ModelConfig:
-    """Return the model with defaults for an activation, widths and groups that are the usual ones, and for experts
-    without effect."""
+    """Return the model with defaults for widths and groups that are the usual ones, and for experts without effect."""
     usual = model.hidden_size // model.num_attention_heads
     heads = 0 if model.head_dim == usual or model.multi_latent_attention else model.head_dim
     positions = 0 if model.max_positions == model.seq_length else model.max_positions
     groups = model.query_groups % model.num_attention_heads
-    activation = "auto" if model.traits == ARCHITECTURES[model.architecture] else model.activation
     model = replace(model, kv_channels=heads, num_query_groups=groups, max_position_embeddings=positions)
-    return replace(model, activation=activation, **_canonical_experts(model))
+    return replace(model, **_canonical_experts(model))
 
 
 def _in_block(ours: str, model: ModelConfig) -> str:
@@ -301,10 +299,8 @@ class HuggingFaceModel:
 
     def differences(self, model: ModelConfig) -> list[str]:
         """Return the fields of `model` that this family cannot have."""
-        own, traits = ARCHITECTURES[self.architecture], model.traits
-        found = [] if traits._replace(activation=own.activation) == own else ["architecture"]
-        if traits.activation not in (self.activations or {own.activation}):
-            found.append("activation")
+        usual = FAMILIES[self.architecture].traits | self.needed
+        found = [] if model.activation in (self.activations or {usual["activation"]}) else ["activation"]
         free = {*self.options, *OF_TRAINING, "untie_embeddings", "activation"}.union(
             *(each.expressed for each in self.conversions)
         )
@@ -312,7 +308,7 @@ class HuggingFaceModel:
         if "num_experts" in free and not model.num_experts:
             found.append("num_experts")
         for each in fields(ModelConfig):
-            if each.name not in free and getattr(model, each.name) != self.needed.get(each.name, each.default):
+            if each.name not in free and getattr(model, each.name) != usual.get(each.name, each.default):
                 found.append(each.name)
         if not set(attention_kinds(model)) <= set(self.kinds):
             found = list(dict.fromkeys([*found, "layer_pattern"]))
@@ -326,7 +322,7 @@ class HuggingFaceModel:
         values |= {"tie_word_embeddings": not model.untie_embeddings}
         values |= {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}  # theirs may exceed our vocabulary
         if self.activations:
-            values[self.activation_key] = self.activations[model.traits.activation][0]
+            values[self.activation_key] = self.activations[model.activation][0]
         return AutoConfig.for_model(self.model_type, **values | self.converted(model))
 
     def converted(self, model: ModelConfig) -> Options:
@@ -347,8 +343,9 @@ class HuggingFaceModel:
             name: float(v) if v is not None and isinstance(getattr(ModelConfig, name), float) else v
             for name, v in ours.items()
         }
-        ours |= {"architecture": self.architecture, "untie_embeddings": not config.tie_word_embeddings} | self.needed
-        if not ARCHITECTURES[self.architecture].learned_positions:
+        ours |= {"architecture": self.architecture, "untie_embeddings": not config.tie_word_embeddings}
+        ours |= FAMILIES[self.architecture].traits | self.needed
+        if not ours["learned_positions"]:
             ours["max_position_embeddings"] = ours["seq_length"]  # --seq-length does not change it
         if self.activations:
             ours["activation"] = self._activation(getattr(config, self.activation_key))
@@ -364,4 +361,4 @@ class HuggingFaceModel:
         if not found:
             can = ", ".join(name for names in self.activations.values() for name in names)
             raise ValueError(f"config.json has {self.activation_key} {named}; this version computes {can} only")
-        return "auto" if found[0] == ARCHITECTURES[self.architecture].activation else found[0]
+        return found[0]

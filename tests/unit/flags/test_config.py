@@ -15,6 +15,7 @@ from data_tools import preprocess_data
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.optimization import learning_rate
+from megazero.families import FAMILIES, with_traits
 from megazero.flags import presets as presets_module
 from megazero.flags.cli import parse, read
 from megazero.flags.config import Config, DataConfig
@@ -68,7 +69,7 @@ DEFAULTS = {
 
 def make(**options: Any) -> Config:
     """A config from flags, written with underscores."""
-    return with_values(Config(), {name.replace("_", "-"): value for name, value in options.items()})
+    return with_values(Config(), {name.replace("_", "-"): value for name, value in with_traits(options).items()})
 
 
 # -- flags
@@ -95,14 +96,22 @@ def test_defaults() -> None:
     assert {flag: value_of(config, flag) for flag in DEFAULTS} == DEFAULTS
 
 
+def choices_of(kind: Any) -> list[Any]:
+    """Return the values of a flag that has few; a list of one for each item of a list."""
+    args = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple and args[0] is not str and args[0] is not int:
+        return [(choice,) for choice in typing.get_args(args[0])]
+    return list(args) if typing.get_origin(kind) is Literal else []
+
+
 def test_every_flag_is_parsed() -> None:
     """Each gets a value that is not its default; all at once, in both spellings."""
     for joined in (False, True):
         argv, expected = [], {}
         for flag, (_, kind, *_) in flags().items():
             default = default_words(flags()[flag]) or value_of(Config(), flag)
-            if typing.get_origin(kind) is Literal:
-                expected[flag] = next(choice for choice in typing.get_args(kind) if choice != default)
+            if choices := choices_of(kind):
+                expected[flag] = next(choice for choice in choices if choice != default)
             elif kind is bool:
                 expected[flag] = True
                 argv.append(f"--{flag}")
@@ -118,6 +127,8 @@ def test_every_flag_is_parsed() -> None:
                 expected[flag] = (2, 3, 4) if kind == tuple[int, ...] else expected[flag]
             words = list(map(str, expected[flag])) if isinstance(expected[flag], tuple) else [str(expected[flag])]
             argv += [f"--{flag}={words[0]}"] if joined and len(words) == 1 else [f"--{flag}", *words]
+        assert expected["activation"] == "auto"
+        expected["activation"] = FAMILIES[expected["architecture"]].traits["activation"]
         config = parse(argv)
         assert {flag: value_of(config, flag) for flag in flags()} == expected
 
@@ -176,7 +187,11 @@ def test_help_names_every_group_flag_and_default(capsys: pytest.CaptureFixture[s
 
 def test_flags_of_families_are_valid_without_help(tmp_path: Path) -> None:
     """On the command line and as keys of a preset, which a run's config.toml is too."""
-    wanted = {name: {bool: True, int: 7}.get(flags()[name].kind, 0.25) for name in FAMILY}
+    wanted = {}
+    for name in FAMILY:
+        kind, default = flags()[name].kind, flags()[name].default
+        others = [choice for choice in choices_of(kind) if choice != default]
+        wanted[name] = others[0] if others else {bool: not default, int: 7}.get(kind, 0.25)
     argv = [word for name, value in wanted.items() for word in as_flag(name, value).split()]
     preset = tmp_path / "family.toml"
     preset.write_text(to_toml(parse(argv), FAMILY))

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megazero import families
 from megazero.engine.model.stage import declare
-from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.engine.plan.layout.topology import Layout
-from megazero.flags.architecture_flags import flags_of
 from megazero.flags.cli import parse
 from megazero.flags.config import Config, ModelConfig
 from megazero.flags.presets import PRESETS, preset_values
@@ -21,6 +20,7 @@ from megazero.interop.huggingface.families import family_of
 from megazero.planner.bytes.capacity import estimated, largest_preset
 from megazero.planner.bytes.estimate import estimate
 from megazero.planner.parameter_counts import num_parameters
+from tests.helpers.families import of_family
 from tests.helpers.table import for_each
 
 # preset -> (ranks, layers, hidden, heads, tensor parallelism, samples a model replica, global batch): the ZeRO paper,
@@ -283,7 +283,7 @@ def test_families_have_published_shapes_and_fit(name: str) -> None:
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
-        architecture=architecture,
+        **of_family(architecture),
         ffn_hidden_size=config.model.ffn_size,
         num_query_groups=groups,
         vocab_size=vocabulary,
@@ -336,12 +336,12 @@ def test_presets_are_sought_with_the_defaults_of_their_architecture(architecture
 
 
 def test_every_architecture_has_a_preset() -> None:
-    assert {family[0] for family in FAMILIES.values()} == ARCHITECTURES.keys() - {"gpt2"}
+    assert {family[0] for family in FAMILIES.values()} == families.FAMILIES.keys() - {"gpt2"}
 
 
 @for_each("name", FAMILIES)
 def test_defaults_of_the_architecture_are_not_repeated(name: str) -> None:
-    given, defaults = preset_values(name), flags_of(FAMILIES[name][0]).defaults
+    given, defaults = preset_values(name), families.FAMILIES[FAMILIES[name][0]].defaults
     assert [flag for flag in given.keys() & defaults.keys() if given[flag] == defaults[flag]] == []
 
 

@@ -129,7 +129,7 @@ def test_published_files_are_the_models_of_transformers(tmp_path: Path) -> None:
         file = write(tmp_path / f"real{number}", keys) / "config.json"
         model = read(["--hf-config", str(file), "--seq-length", "512"], find_model=find_model).config.model
         longest = keys.get("max_position_embeddings") or keys["n_positions"]
-        learned = model.traits.learned_positions
+        learned = model.learned_positions
         assert (model.vocab_size, model.max_positions) == (keys["vocab_size"], 512 if learned else longest), name
 
         folder = write(tmp_path / f"small{number}", small(keys))

@@ -20,7 +20,7 @@ from megazero.planner.search.search import ClosedTerms
 from megazero.planner.time.devices import load_device
 from megazero.planner.trace.kernel_records import Events, Operator
 from megazero.planner.trace.trace import _matrix_flops, trace
-from tests.helpers.rows import ROWS, known_row, options_of, parse_as
+from tests.helpers.rows import ROWS, known_blocks, options_of, parse_as
 from tests.helpers.table import for_each
 from tests.parallel.test_kinds import WIDE
 
@@ -43,7 +43,7 @@ def flops(events: Events) -> int:
 @for_each("architecture", ROWS)
 def test_flops_of_a_layer_are_those_of_its_trace(architecture: str) -> None:
     """Stages are split by them."""
-    with known_row(architecture):
+    with known_blocks():
         for options in options_of(architecture):
             config = parse_as(architecture, f"{SIZES} --vocab-size 130 {options}")
             model, layers = replace(config.model, attention_softcap=0.0), declare(config.model)  # fused attention
@@ -63,7 +63,7 @@ def test_costs_of_passes_are_those_of_their_trace(architecture: str, recompute: 
     """Zero-bubble schedules plan by them. With explicit attention they are equal; a full recompute may omit
     the last products, which the formula counts."""
     line = f"{SIZES} --vocab-size 130 --attention-dropout 0.1 --recompute {recompute} --precision fp64"
-    with known_row(architecture):
+    with known_blocks():
         config, _ = resolve(parse_as(architecture, line), 1, 0, declare)
         layers = declare(config.model)
         kinds = {kind.name for kind in blocks(layers)}
@@ -89,7 +89,7 @@ def test_costs_of_passes_are_those_of_their_trace(architecture: str, recompute: 
 def test_bounds_of_memory_are_bounds(architecture: str, vocabulary: int, tried: int) -> None:
     """A search leaves layouts out by one, and a run is refused by another; neither is more than the estimate."""
     rng, (*_, options) = random.Random(f"{architecture} {vocabulary}"), options_of(architecture)
-    with known_row(architecture):
+    with known_blocks():
         for num_layers in (5, 9) if tried > 1 else [rng.choice((5, 9))]:
             line = f"{SEARCHED} {options} --num-layers {num_layers} --vocab-size {vocabulary}"
             config = parse_as(architecture, line)

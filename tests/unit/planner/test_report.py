@@ -10,6 +10,7 @@ from megazero.flags.config import ActivationConfig, Config, ModelConfig, Paralle
 from megazero.flags.resolve import resolve
 from megazero.planner.bytes.bytes_report import bytes_table, partition_line, queue_line, report_rows
 from megazero.planner.bytes.estimate import stage_bytes
+from tests.helpers.families import of_family
 from tests.helpers.table import for_each
 from tests.helpers.traces import trace_layers
 
@@ -173,7 +174,7 @@ def test_a_queue_of_weight_gradients_is_reported_and_with_full_recompute_warned_
 def test_the_ranks_of_a_formula_are_those_of_its_group() -> None:
     """dp 12 x cp 2 in 3 copies of 8 ranks; of the 16 ranks of a copy with tp 2, 2 share each part of an expert."""
     config = Config(
-        model=ModelConfig(2, 64, 256, 4, 16, 101, architecture="mixtral", num_experts=4),
+        model=ModelConfig(2, 64, 256, 4, 16, 101, **of_family("mixtral"), num_experts=4),
         training=TrainingConfig(micro_batch_size=1, global_batch_size=12),
         parallel=ParallelConfig(
             tensor_model_parallel_size=2, context_parallel_size=2, expert_model_parallel_size=4, sequence_parallel=True

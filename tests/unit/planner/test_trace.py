@@ -21,6 +21,7 @@ from megazero.planner.bytes.estimate import estimate
 from megazero.planner.trace.trace import Kind, _trace, model_flops, trace_block, whole_samples
 from tests.helpers import saved_formulas
 from tests.helpers.block_bytes import block_saves
+from tests.helpers.families import of_family
 from tests.helpers.oldest_torch import oldest_torch
 from tests.helpers.table import for_each
 from tests.helpers.traces import trace_layers
@@ -148,7 +149,7 @@ def test_100b_is_traced_without_its_memory(device_type: str) -> None:
     assert trace_layers(config, layout, 0, device_type)["blocks.7"] is costs["blocks.7"]
 
 
-LLAMA = replace(MODEL, architecture="llama", num_query_groups=2)
+LLAMA = replace(MODEL, **of_family("llama"), num_query_groups=2)
 
 
 @for_each("precision", ["bf16", "fp16"])

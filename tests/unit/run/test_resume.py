@@ -28,6 +28,7 @@ from megazero.checkpoint.shards import LocalShard
 from megazero.data.corpora import parse_data_path
 from megazero.data.fingerprint import fingerprint
 from megazero.data.writer import IndexedWriter
+from megazero.families import TRAITS
 from megazero.flags.cli import parse
 from megazero.flags.config import CheckpointConfig, Config, DataConfig, EvaluationConfig, LogConfig, ModelConfig
 from megazero.flags.validate import check_values
@@ -704,6 +705,17 @@ def test_a_corpus_made_anew_under_the_same_name_is_refused(tmp_path: Path) -> No
     assert "0.3 " in changed_options(state, weighted, fingerprints=prints(weighted)).warnings[0]
 
 
+def test_the_traits_of_earlier_states_are_those_of_their_family() -> None:
+    """They had the family's name, and auto as the activation."""
+    ours = parse("--architecture gemma2 --vocab-size 9".split())
+    older = {name: v for name, v in asdict(ours.model).items() if name not in TRAITS} | {"activation": "auto"}
+    state = replace(STATE, model=older, config={"model": older})
+    assert state.typed_model(Path("iter")) == ours.model
+    assert changed_options(state, ours) == ([], [])
+    changed = changed_options(state, replace(ours, model=replace(ours.model, activation="relu", norm_place="after")))
+    assert "--activation is relu, and was geglu-tanh; --norm-place is after, and was around when" in changed.warnings[0]
+
+
 def test_options_that_change_the_curve_are_warnings() -> None:
     """One for each consequence, with the flags that restore the curve; a learning rate only if it changes one."""
     ours = parse(["--lr", "0.001", "--train-iters", "20"])
@@ -725,8 +737,7 @@ def test_options_that_change_the_curve_are_warnings() -> None:
          "best-fit, and was split when this was saved: samples hold other documents, and with best-fit alone attention "
          "stays within these: training continues at sample 80 of the new samples,"),
         ({"model": {"window_size": 8}}, "--window-size is 8, and was 0 when this was saved: the model computes"),
-        ({"model": {"activation": "relu"}}, "--activation is relu, and was auto when this was saved: the model"),
-        ({"model": {"activation": "gelu-tanh"}}, ""),  # gpt2's own
+        ({"model": {"activation": "relu"}}, "--activation is relu, and was gelu-tanh when this was saved: the model"),
         ({"parallel": {"tensor_model_parallel_size": 2}}, ""),
         ({"zero": {"zero_stage": 3}}, ""),
         ({"training": {"train_iters": 30}}, ""),
@@ -744,7 +755,7 @@ def test_options_that_change_the_curve_are_warnings() -> None:
     assert changed_options(older, replace(ours, optimizer=replace(ours.optimizer, optimizer="lion"))).warnings
     del state.config["data"]["packing"], state.config["model"]["activation"]  # before these flags
     relu = replace(ours, model=replace(ours.model, activation="relu"))
-    assert "--activation is relu, and was auto" in changed_options(state, relu).warnings[0]
+    assert "--activation is relu, and was gelu-tanh" in changed_options(state, relu).warnings[0]
     packed = replace(ours, data=replace(ours.data, packing="best-fit"))
     assert "--packing is best-fit, and was split" in changed_options(state, packed).warnings[0]
 

@@ -32,6 +32,7 @@ from megazero.run.resume import check_data, check_same_model
 from megazero.run.run_state import RunState
 from megazero.run.same_run import LOCAL_FLAGS, run_values
 from megazero.world import World
+from tests.helpers.families import of_family
 from tests.helpers.table import for_each
 
 GROUPS = {field.name for field in fields(Config) if field.name not in ("preset", "hf_config")}
@@ -209,7 +210,7 @@ def test_options_that_make_another_model() -> None:
             | {"kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"},
         ),
     ):
-        model = ModelConfig(2, 64, 96, 4, 16, 100, architecture=architecture, untie_embeddings=architecture != "gpt2")
+        model = ModelConfig(2, 64, 96, 4, 16, 100, **of_family(architecture), untie_embeddings=architecture != "gpt2")
         if architecture == "deepseek-v2":
             model = replace(model, multi_latent_attention=True)
         elif architecture != "gpt2":
@@ -279,6 +280,14 @@ def test_options_that_make_another_model() -> None:
             "yarn_correction_range_round_to_int": False,
             "mtp_num_layers": 1,
             "mtp_loss_scaling_factor": 0.3,
+            "norm": "rmsnorm-1p",
+            "norm_place": "after",
+            "parallel_norms": 1,
+            "linear_biases": ("qkv", "logits"),
+            "attention_sinks": True,
+            "fused_qkv": not model.fused_qkv,
+            "learned_positions": not model.learned_positions,
+            "root_embedding": True,
         }
         assert changes.keys() == {field.name for field in fields(ModelConfig)}
         refused = set()
@@ -295,6 +304,9 @@ def test_options_that_make_another_model() -> None:
             "num_experts",
             "mtp_num_layers",
         }  # heads: shapes of queries, keys and values
+        wanted |= {"norm_place", "parallel_norms", "linear_biases", "attention_sinks", "learned_positions"}
+        wanted |= {"fused_qkv"} if architecture != "deepseek-v2" else set()
+        wanted |= {"norm"} if architecture == "gpt2" else set()  # LayerNorm has biases
         wanted |= {"activation"} if architecture != "gpt2" else set()  # a gated one has another matrix
         wanted |= {"kv_channels"} if architecture != "deepseek-v2" else set()
         wanted |= {"add_qkv_bias", "qk_layernorm"} if architecture in ("llama", "mixtral") else set()

@@ -112,9 +112,9 @@ class ExpertMLPs(nn.Module):
 
     def __init__(self, model: ModelConfig, context: Context, width: int, experts: int = 0) -> None:
         super().__init__()
-        h, name = model.hidden_size, model.traits.activation
+        h, name = model.hidden_size, model.activation
         out, dim = ((2, width), 1) if name in GATED else ((width,), 0)
-        options = {"experts": experts, "top": model.moe_router_topk, "bias": "experts" in model.traits.biases}
+        options = {"experts": experts, "top": model.moe_router_topk, "bias": "experts" in model.linear_biases}
         self.up = GroupedLinear(context, *out, h, sharded=dim, std=model.init_method_std, **options)
         self.down = GroupedLinear(context, h, width, sharded=1, std=model.residual_std, **options)
         self.weights = (self.up.weight, self.down.weight)

@@ -157,7 +157,7 @@ class Router(WeightedModule):
             self.experts, model.hidden_size, std=model.init_method_std, decays=True, summed=("tp",)
         )
         self.logit_bias = None
-        if "experts" in model.traits.biases:
+        if "experts" in model.linear_biases:
             self.logit_bias = context.weight(self.experts, std=model.init_method_std, summed=("tp",))
         widths = model.hidden_size, model.expert_size // context.etp.size
         self.on_host = not is_fused(context.dtype, context.device, *widths)

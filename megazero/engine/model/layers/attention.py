@@ -209,7 +209,7 @@ class Attention(nn.Module):
         self.num_heads = model.num_attention_heads // context.tp.size
         self.first_head = context.tp.rank * self.num_heads
         dropout = context.dropout(model.attention_dropout, number, "scores")
-        self.sinks = Sinks(model, context) if model.traits.sinks else None
+        self.sinks = Sinks(model, context) if model.attention_sinks else None
         self.core = CoreAttention(
             dropout=dropout,
             kernels=context.kernels,
@@ -257,13 +257,14 @@ class Attention(nn.Module):
 
 
 class FusedAttention(Attention):
-    """GPT-2's: one weight for queries, keys and values; biases; positions are added to embeddings, not here."""
+    """GPT-2's: one weight for queries, keys and values; positions are added to embeddings, not here."""
 
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__(model, number, context)
         h, n, d = model.hidden_size, model.num_attention_heads, model.head_dim
-        self.qkv = ColumnLinear(context, h, n, 3, d, std=model.init_method_std, bias=True, matrices=(1,))
-        self.proj = RowLinear(context, n * d, h, std=model.residual_std, bias=True)
+        std, biases = model.init_method_std, model.linear_biases
+        self.qkv = ColumnLinear(context, h, n, 3, d, std=std, bias="qkv" in biases, matrices=(1,))
+        self.proj = RowLinear(context, n * d, h, std=model.residual_std, bias="proj" in biases)
         self.columns = (self.qkv,)
 
     def split(self, tokens: MicroBatchInfo) -> Split:
@@ -284,7 +285,7 @@ class GroupedAttention(Attention):
     def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
         super().__init__(model, number, context)
         h, n, g, tp = model.hidden_size, model.num_attention_heads, model.query_groups, context.tp.size
-        d, std, biases = model.head_dim, model.init_method_std, model.traits.biases
+        d, std, biases = model.head_dim, model.init_method_std, model.linear_biases
         bias = model.add_qkv_bias or "qkv" in biases
         self.tables = context.rotary_tables(Rotary.of(model, number), model.seq_length)
         group = self.first_head * g // n
@@ -296,7 +297,7 @@ class GroupedAttention(Attention):
         if model.qk_norm_all_heads:
             self.norms = AllHeads(HeadsWeight(model, context, n), HeadsWeight(model, context, g, rows))
         elif model.qk_layernorm:
-            norm = NORMS[model.traits.norm]
+            norm = NORMS[model.norm]
             self.norms = EachHead(*(norm(model, context, d, summed=("tp",)) for _ in range(2)))
         if self.norms:
             self.query_norm, self.key_norm = self.norms

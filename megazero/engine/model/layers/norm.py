@@ -11,8 +11,7 @@ import torch.nn as nn
 from megazero.engine.kernels.eager import wide
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.weight import WeightedModule, handle_of
-from megazero.engine.options.architectures import NormName
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelConfig, NormName
 
 
 class Norm(WeightedModule):

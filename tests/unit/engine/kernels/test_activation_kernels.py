@@ -1,12 +1,13 @@
 """Each activation has a forward and a backward in every table of kernels, and a plain function to compare with."""
 
 import typing
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megazero.engine.kernels.kernel_table import EAGER, GATED, KERNELS
-from megazero.engine.options.architectures import ActivationName
+from megazero.engine.options.model_options import ActivationName
 from megazero.flags.cli import parse
 from tests.helpers.table import for_each
 from tests.reference import ACTIVATIONS
@@ -47,7 +48,7 @@ def test_a_flag_replaces_that_of_the_architecture(architecture: str) -> None:
     model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 9".split()
     plain = parse([*model, "--architecture", architecture]).model
     changed = parse([*model, "--architecture", architecture, "--activation", "squared-relu"]).model
-    assert changed.traits == plain.traits._replace(activation="squared-relu") != plain.traits
+    assert changed == replace(plain, activation="squared-relu") != plain
 
 
 def test_an_unknown_activation_is_refused_with_all_names() -> None:

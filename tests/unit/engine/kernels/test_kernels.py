@@ -24,6 +24,7 @@ from megazero.planner.trace.pretend import pretend_mesh
 from megazero.planner.trace.trace import trace
 from megazero.run.kernel_choices import choose_compile, choose_kernels, triton_complaint
 from tests.helpers import kernel_checks
+from tests.helpers.families import of_family
 from tests.helpers.table import for_each
 from tests.helpers.traces import trace_layers
 
@@ -156,7 +157,7 @@ def test_a_trace_sees_what_a_launch_moves() -> None:
     """Operators of a block and of the head on stand-ins for a GPU: bytes, kept ones too."""
     moved: dict[str, set[int]] = {}
     kept = []
-    model = ModelConfig(1, 64, 192, 4, 32, 448, architecture="llama", hidden_dropout=0.1)
+    model = ModelConfig(1, 64, 192, 4, 32, 448, **of_family("llama"), hidden_dropout=0.1)
     for kernels in ("triton", "eager"):
         training = TrainingConfig(micro_batch_size=4, precision="bf16", fused_kernels=kernels)  # type: ignore[arg-type]
         config, layout = resolve(Config(model=model, training=training), 1, 0, declare)
@@ -225,8 +226,8 @@ EVERYWHERE = "cpu fp32, cpu bf16, cpu fp16, cpu fp64, cuda fp32, cuda bf16, cuda
         ({}, "eager", EVERYWHERE),
         ({"activation": "relu"}, "eager", "cpu bf16, cpu fp16, cuda fp64"),
         ({"activation": "relu", "attention_dropout": 0.1}, "auto", EVERYWHERE),
-        ({"architecture": "llama", "attention_softcap": 5.0}, "auto", EVERYWHERE),
-        ({"architecture": "gpt-oss"}, "auto", "cpu bf16, cpu fp16, cuda fp32, cuda fp64"),
+        (of_family("llama") | {"attention_softcap": 5.0}, "auto", EVERYWHERE),
+        (of_family("gpt-oss"), "auto", "cpu bf16, cpu fp16, cuda fp32, cuda fp64"),
     ],
 )
 def test_compile_is_left_out_where_it_compiles_nothing(

@@ -21,11 +21,12 @@ from megazero.generation.generate import NewTokens
 from megazero.generation.model import InferenceModel
 from megazero.interop.huggingface.rope_scaling import rope_parameters, rotary_options
 from tests import reference
+from tests.helpers.families import of_family
 from tests.helpers.table import for_each
 from tests.parallel.cases import MicroBatch
 
 CPU = torch.device("cpu")
-MODEL = ModelConfig(4, 48, 80, 6, 17, 131, architecture="llama", num_query_groups=2, kv_channels=16)
+MODEL = ModelConfig(4, 48, 80, 6, 17, 131, **of_family("llama"), num_query_groups=2, kv_channels=16)
 OLMO3 = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
 OLMO3 |= {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 4096}
@@ -122,7 +123,7 @@ def test_layers_with_a_window_have_a_base_of_their_own_and_no_scaling() -> None:
 @for_each(
     "options",
     [
-        {"architecture": "parallel", "rotary_percent": 0.65, "rotary_interleaved": True, "qk_layernorm": True},
+        of_family("parallel") | {"rotary_percent": 0.65, "rotary_interleaved": True, "qk_layernorm": True},
         {"rope_scaling_factor": 4.0, "rope_scaling_type": "yarn", "rope_trained_length": 256, "layer_pattern": "GN"},
     ],
 )

@@ -16,6 +16,7 @@ from megazero.engine.memory.tracker import MemoryTracker
 from megazero.engine.model.layers.norm import LayerNorm
 from megazero.engine.plan.program.operations import Backward, Forward, Op, Recompute
 from megazero.engine.step.engine import Engine
+from tests.helpers.families import of_family
 from tests.helpers.table import for_each
 from tests.parallel.cases import STEPS, Case, micro_batches, new_engine, train
 
@@ -231,7 +232,7 @@ def test_selective_recompute_computes_the_cheap_parts_twice(recompute: str, monk
 
 @for_each("architecture", ["gpt2", "parallel"])
 def test_a_recompute_leaves_out_the_products_that_only_its_output_needs(architecture: str) -> None:
-    model = replace(ARENA.model, architecture=architecture, untie_embeddings=True)
+    model = replace(ARENA.model, **of_family(architecture), untie_embeddings=True)
     engine, flops = new_engine(0, ARENA._replace(model=model)), {}
 
     @contextlib.contextmanager

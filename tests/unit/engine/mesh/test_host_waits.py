@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from megazero.engine.step.engine import Engine
 from megazero.planner.trace.pretend import PretendMesh, pretend_mesh
+from tests.helpers.families import of_family
 from tests.helpers.table import for_each
 from tests.parallel.cases import MODEL, Case, micro_batches
 
@@ -74,7 +75,7 @@ CASES = [
         reset="documents",
         recompute="selective",
         corpora=3,
-        model=replace(SMALL, architecture="llama"),
+        model=replace(SMALL, **of_family("llama")),
     ),
 ]
 

@@ -17,6 +17,7 @@ from megazero.generation.generate import packed_prompts
 from megazero.generation.model import hidden_states
 from megazero.planner.trace.trace import trace_block, whole_samples
 from tests import reference
+from tests.helpers.families import of_family
 from tests.helpers.table import for_each
 from tests.parallel.cases import MODEL, Case, new_engine
 
@@ -52,7 +53,7 @@ def test_spans_and_positions_of_documents() -> None:
 def test_a_packed_document_is_the_document_alone(architecture: str, precision: str, tolerance: float) -> None:
     """Plain PyTorch computes the documents one by one, and knows of no mask but the causal one."""
     groups = 0 if architecture == "gpt2" else 2
-    model = replace(MODEL, architecture=architecture, num_query_groups=groups)
+    model = replace(MODEL, **of_family(architecture), num_query_groups=groups)
     case = Case(model=model, precision=precision, reset="documents", batch=3, micro_batches=1)
     engine, documents = new_engine(0, case), Documents.of(starts_of(LENGTHS))
     ids = torch.randint(0, model.vocab_size, (3, 11), generator=torch.Generator().manual_seed(1))
@@ -82,7 +83,7 @@ def test_a_prompt_of_several_documents_is_said() -> None:
 @for_each("architecture", ["gpt2", "llama"])
 def test_documents_change_no_byte_that_a_block_keeps(architecture: str, recompute: str) -> None:
     """On a CPU. One kernel more than whole samples would need keeps as much, wherever documents begin."""
-    model = replace(MODEL, architecture=architecture, num_layers=1)
+    model = replace(MODEL, **of_family(architecture), num_layers=1)
     case = Case(model=model, recompute=recompute, reset="documents", batch=3, micro_batches=1)
     config, layout = case.resolved()
     cost = trace_block(config, layout, "cpu")
@@ -114,7 +115,7 @@ def test_a_gpus_block_is_traced_with_documents(precision: str, more: int | None)
     training = TrainingConfig(micro_batch_size=2, precision=precision)  # type: ignore[arg-type]
     costs = []
     for data in (DataConfig(), BOTH):
-        for made in (model, replace(model, architecture="llama", num_query_groups=2)):
+        for made in (model, replace(model, **of_family("llama"), num_query_groups=2)):
             config, layout = resolve(Config(model=made, training=training, data=data), 1, 0, declare)
             costs.append(sum(trace_block(config, layout, "cuda").saved))
     scores = 2 * 4 * 64 * 64 * 4

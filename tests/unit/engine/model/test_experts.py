@@ -26,6 +26,7 @@ from megazero.engine.plan.layout.topology import Layout
 from megazero.flags.config import ModelConfig
 from megazero.planner.trace.pretend import pretend_mesh
 from megazero.planner.trace.trace import model_flops
+from tests.helpers.families import of_family
 from tests.helpers.rounding import assert_sum, error_bound, model_tolerance
 from tests.helpers.table import for_each
 from tests.unit.engine.model.test_linear import CPU, Collected, plain_norm
@@ -35,7 +36,7 @@ SEED = 0.37  # d objective / d loss
 TARGETS = torch.tensor([4.0, 0.0, 3.0], dtype=torch.float64)
 MODEL = ModelConfig(
     *(1, H, 5, 2, S, 11),
-    architecture="llama",
+    **of_family("llama"),
     num_experts=4,
     moe_aux_loss_coeff=0.3,
     moe_z_loss_coeff=0.2,
@@ -61,9 +62,9 @@ MODELS = {
     "dropping, one of four, shared": replace(
         MODEL, moe_router_topk=3, moe_expert_capacity_factor=0.3, moe_shared_expert_intermediate_size=7
     ),
-    "norms around, geglu": replace(MODEL, architecture="gemma2", residual_multiplier=0.3),
-    "biases, clamped": replace(MODEL, architecture="gpt-oss", moe_router_topk=3),
-    "layernorm, more experts than choices": replace(MODEL, architecture="stablelm", num_experts=40),
+    "norms around, geglu": replace(MODEL, **of_family("gemma2"), residual_multiplier=0.3),
+    "biases, clamped": replace(MODEL, **of_family("gpt-oss"), moe_router_topk=3),
+    "layernorm, more experts than choices": replace(MODEL, **of_family("stablelm"), num_experts=40),
 }
 
 
@@ -124,10 +125,10 @@ def plain_experts(model: ModelConfig, y: torch.Tensor, w: dict[str, torch.Tensor
 def compare(name: str, precision: str, tolerance: float, frozen: tuple[str, ...] = (), **options: Any) -> None:
     """Compare the result and all gradients with plain PyTorch's in fp64, relative to each tensor's largest element."""
     model, needs_dx, context = MODELS[name], options.pop("needs_dx", True), context_of(precision, **options)
-    before, kind = model.traits.norms != "after", model.traits.norm
+    before, kind = model.norm_place != "after", model.norm
     layers = nn.ModuleDict({"mlp": Experts(model, 0, context)})
     layers["norm"] = NORMS[kind](model, context) if before else NoNorm()
-    after = layers["after"] = NORMS[kind](model, context) if model.traits.norms != "before" else None
+    after = layers["after"] = NORMS[kind](model, context) if model.norm_place != "before" else None
     owner, generator = Collected(), torch.Generator().manual_seed(0)
     weights = {weight.spec.name[2:]: weight for weight in named_weights(layers, "l", tuple(f"l.{f}" for f in frozen))}
     for weight in weights.values():
@@ -271,7 +272,7 @@ def test_grouped_products_are_those_of_each_group(sizes: tuple[int, ...], dtype:
 def test_flops_are_those_of_the_parameters_that_a_token_meets() -> None:
     """Two layers of six heads of width 8, dense and with experts: products of 17 tokens, and attention."""
     model = ModelConfig(
-        architecture="qwen3-moe",
+        **of_family("qwen3-moe"),
         num_layers=2,
         hidden_size=48,
         ffn_hidden_size=40,

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 
 import pretrain_gpt
+from megazero import families
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.layers.context import MicroBatchInfo
 from megazero.engine.model.stage import declare
-from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
-from megazero.flags.architecture_flags import flags_of
 from megazero.flags.cli import parse
 from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
@@ -24,7 +23,7 @@ from megazero.interop.huggingface.families import MODELS, family_of
 from megazero.interop.huggingface.model_types import canonical
 from megazero.interop.huggingface.weight_conversions import layer_types_of
 from megazero.planner.parameter_counts import num_parameters
-from tests.helpers.families import FAMILIES, family
+from tests.helpers.families import FAMILIES, family, of_family
 from tests.helpers.rounding import model_tolerance
 from tests.helpers.table import for_each
 from tests.parallel.cases import MicroBatch
@@ -42,15 +41,15 @@ MODEL = ModelConfig(
 
 
 VARIANTS = {
-    "llama, one group, tied": replace(MODEL, architecture="llama", num_query_groups=1),
-    "llama, narrow heads": replace(MODEL, architecture="llama", kv_channels=4, untie_embeddings=True),
-    "llama, linear": replace(MODEL, architecture="llama", rope_scaling_factor=3.0, rope_scaling_type="linear"),
+    "llama, one group, tied": replace(MODEL, **of_family("llama"), num_query_groups=1),
+    "llama, narrow heads": replace(MODEL, **of_family("llama"), kv_channels=4, untie_embeddings=True),
+    "llama, linear": replace(MODEL, **of_family("llama"), rope_scaling_factor=3.0, rope_scaling_type="linear"),
     "qwen2, windows in the last layers": replace(
-        MODEL, architecture="qwen2", add_qkv_bias=True, window_size=6, layer_pattern="GLLL"
+        MODEL, **of_family("qwen2"), add_qkv_bias=True, window_size=6, layer_pattern="GLLL"
     ),
-    "mistral, a window in turns": replace(MODEL, architecture="mistral", window_size=5, layer_pattern="LG"),
+    "mistral, a window in turns": replace(MODEL, **of_family("mistral"), window_size=5, layer_pattern="LG"),
     "qwen3, wide heads, a window": replace(
-        MODEL, architecture="qwen3", qk_layernorm=True, kv_channels=20, window_size=3, untie_embeddings=True
+        MODEL, **of_family("qwen3"), qk_layernorm=True, kv_channels=20, window_size=3, untie_embeddings=True
     ),
     "qwen2-moe, renormalised": replace(
         family("qwen2-moe", MODEL), moe_router_pre_softmax=False, moe_layer_freq="2", window_size=0, layer_pattern=""
@@ -68,7 +67,7 @@ CASES = {name: family(name, MODEL) for name in FAMILIES} | VARIANTS
 
 
 def test_every_family_is_here() -> None:
-    assert FAMILIES.keys() == ARCHITECTURES.keys() - {"parallel"}
+    assert FAMILIES.keys() == families.FAMILIES.keys() - {"parallel"}
     assert {model.architecture for model in MODELS.values()} == FAMILIES.keys()
 
 
@@ -219,11 +218,11 @@ def test_modules_that_predict_further_ahead_are_those_of_transformers(
 
 
 @pytest.mark.slow  # the second ring plans a preset of each (tests/unit/flags/test_presets.py)
-@for_each("name", ARCHITECTURES)
+@for_each("name", families.FAMILIES)
 def test_a_family_is_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan of its default flags is printed, with its number of parameters."""
     sizes = "--num-layers 6 --hidden-size 4096 --num-attention-heads 16 --seq-length 32 --vocab-size 128".split()
-    if "num-experts" in flags_of(name).defaults:
+    if "num-experts" in families.FAMILIES[name].defaults:
         sizes += ["--moe-ffn-hidden-size", "256"]
     layout = "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1".split()
     pretrain_gpt.main(["--architecture", name, *sizes, *layout, "--plan", "--device-type", "h100-80gb"])

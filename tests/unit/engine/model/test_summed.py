@@ -5,6 +5,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
@@ -12,13 +13,12 @@ from megazero.engine.model.block import BLOCK_CLASSES
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.weight import weights_of
 from megazero.engine.model.stage import declare
-from megazero.engine.options.architectures import ARCHITECTURES as TRAITS
 from megazero.engine.plan.layout.layers import Use
 from megazero.engine.plan.program.rank_spec import PlannedLayer
 from megazero.flags.config import Config, ModelConfig
 from megazero.flags.resolve import resolve
 from megazero.planner.trace.trace import trace
-from tests.helpers.rows import ROWS, known, known_row, options_of, parse_as
+from tests.helpers.rows import ROWS, known_blocks, options_of, parse_as
 from tests.helpers.table import for_each
 
 SIZES = "--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 8 --vocab-size 99 --micro-batch-size 2"
@@ -55,7 +55,7 @@ def cases(ring: str) -> Iterator[tuple[str, str, str]]:
 
 def check_row(architecture: str, layout: str, device_type: str, several: bool) -> None:
     """`several`: also without tensor parallelism, where all declarations are right."""
-    with known_row(architecture):
+    with known_blocks():
         for options in options_of(architecture):
             for tp in (2, 1) if several else (2,):
                 if tp > 1 or "--sequence-parallel" not in layout:
@@ -110,7 +110,9 @@ def test_a_wrong_declaration_is_refused_by_name(
     """In every layout with tensor parallelism; without it, all declarations are right."""
     forgotten = (architecture, options, path) in FORGOTTEN
 
-    class Planted(BLOCK_CLASSES[architecture]):  # type: ignore[misc]
+    placed = ROWS[architecture]["parallel_norms"]
+
+    class Planted(BLOCK_CLASSES[placed]):  # type: ignore[misc]
         def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
             super().__init__(model, number, context)
             weight = next(weight for name, weight in weights_of(self, "") if name == path)
@@ -118,11 +120,11 @@ def test_a_wrong_declaration_is_refused_by_name(
             weight.spec = dataclasses.replace(weight.spec, summed=summed)
 
     said = "so its gradient is a sum over tp; declare it with" if forgotten else "declare it without"
-    with known("planted", TRAITS[architecture], Planted):
+    with patch.dict(BLOCK_CLASSES, {placed: Planted}):
         # another length for each case, because traces and declarations are remembered
         case = [*FORGOTTEN, *NEEDLESS].index((architecture, options, path))
         line = f"{SIZES} {options} {layout} --seq-length {16 + 4 * case}"
-        config = parse_as("planted", line)
+        config = parse_as(architecture, line)
         if "--sequence-parallel" not in layout:
             trace_kinds(config, device_type)
         split = dataclasses.replace(config.parallel, tensor_model_parallel_size=2)

@@ -25,6 +25,7 @@ from megazero.interop.huggingface.families import MODELS, family_of
 from megazero.planner.run_plan import make_plan, plan_config
 from megazero.planner.trace.kernel_records import Operator
 from megazero.planner.trace.trace import model_flops, trace, trace_block
+from tests.helpers.families import of_family
 from tests.helpers.table import for_each
 from tests.pretended_gpu import GPU, pretended_gpu
 
@@ -154,7 +155,7 @@ MODEL = ModelConfig(
     num_query_groups=2,
     seq_length=32,
     vocab_size=101,
-    architecture="llama",
+    **of_family("llama"),
     untie_embeddings=True,
     window_size=8,
     layer_pattern="LLG",
@@ -208,12 +209,12 @@ def test_kinds_of_layers_that_are_not_known_are_refused() -> None:
     [
         {"attention_softcap": 5.0},
         {"layer_pattern": "GN", "qk_layernorm": True},
-        {"architecture": "gpt2", "window_size": 4},
+        of_family("gpt2") | {"window_size": 4},
     ],
 )
 def test_a_model_that_hugging_face_lacks_is_refused(options: dict[str, Any]) -> None:
-    model = replace(ModelConfig(architecture="llama", seq_length=16), **options)
-    assert family_of(replace(ModelConfig(architecture="llama"), attention_scale=0.5)).model_type == "granite"
+    model = replace(ModelConfig(**of_family("llama"), seq_length=16), **options)
+    assert family_of(replace(ModelConfig(**of_family("llama")), attention_scale=0.5)).model_type == "granite"
     with pytest.raises(ValueError, match=r"^no model of Hugging Face is a (llama|gpt2) with --(attention|window|qk)-"):
         family_of(model)
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from megazero.engine.model.stage import declare
-from megazero.engine.options.architectures import ARCHITECTURES
 from megazero.engine.plan.layout.parameters import unit_layout
-from megazero.flags.architecture_flags import ARCHITECTURE_FLAGS, flags_of
+from megazero.families import FAMILIES
 from megazero.flags.cli import parse
 from megazero.flags.config import ActivationConfig, ModelConfig
 from megazero.flags.flag_names import flags, to_toml
@@ -17,11 +16,12 @@ from megazero.flags.pipeline_split import layer_costs
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_device
 from megazero.planner.trace.trace import model_flops, trace_block
+from tests.helpers.families import of_family
 from tests.helpers.table import for_each
 from tests.parallel.cases import Case
 from tests.unit.flags.test_config import make
 
-LLAMA = ModelConfig(3, 64, 96, 8, 32, 1000, untie_embeddings=True, architecture="llama", num_query_groups=2)
+LLAMA = ModelConfig(3, 64, 96, 8, 32, 1000, untie_embeddings=True, **of_family("llama"), num_query_groups=2)
 
 
 def test_an_architecture_brings_its_defaults(tmp_path: Path) -> None:
@@ -43,11 +43,14 @@ def test_an_architecture_brings_its_defaults(tmp_path: Path) -> None:
 
 def test_qwen3_is_llama_with_norms_of_queries_and_keys() -> None:
     qwen3, llama = parse(["--architecture", "qwen3"]).model, parse(["--architecture", "llama"]).model
-    assert qwen3 == replace(llama, architecture="qwen3", qk_layernorm=True, rotary_base=1e6)
+    assert qwen3 == replace(llama, **of_family("qwen3"), qk_layernorm=True, rotary_base=1e6)
     assert parse(["--architecture", "qwen3", "--no-qk-layernorm"]).model == replace(qwen3, qk_layernorm=False)
 
 
-@for_each("architecture", [name for name in ARCHITECTURES if "multi-latent-attention" not in flags_of(name).defaults])
+@for_each(
+    "architecture",
+    [name for name in FAMILIES if "multi-latent-attention" not in FAMILIES[name].defaults],
+)
 def test_heads_have_a_width_of_their_own(architecture: str) -> None:
     """It need not divide the hidden size, and nothing else changes."""
     model = parse(f"--architecture {architecture} --hidden-size 60 --num-attention-heads 8 --kv-channels 24".split())
@@ -60,7 +63,7 @@ def test_heads_have_a_width_of_their_own(architecture: str) -> None:
 
 @for_each(("architecture", "biases"), [("llama", False), ("parallel", True)])
 def test_norms_of_heads_are_those_of_the_block(architecture: str, biases: bool) -> None:
-    layers = declare(replace(LLAMA, architecture=architecture, qk_layernorm=True, kv_channels=20), 4)
+    layers = declare(replace(LLAMA, **of_family(architecture), qk_layernorm=True, kv_channels=20), 4)
     specs = layers.kinds["blocks.0"].params
     norms = {spec.name.removeprefix("blocks.0.attention."): spec for spec in specs if "_norm" in spec.name}
     kinds = ("weight", "bias") if biases else ("weight",)
@@ -153,16 +156,15 @@ def test_latent_heads_that_flash_attention_lacks_are_refused() -> None:
 
 
 def test_options_of_architectures_are_flags_of_the_model() -> None:
-    assert ARCHITECTURE_FLAGS.keys() <= ARCHITECTURES.keys()
-    for entry in ARCHITECTURE_FLAGS.values():
-        assert all(flags()[option][0] == "model" for option in entry.options)
+    for family in FAMILIES.values():
+        assert all(flags()[name].group == "model" for name in family.defaults)
 
 
 @for_each(("architecture", "d"), [("llama", 8), ("llama", 20), ("qwen3", 20)])
 @for_each("groups", [1, 2, 8])
 def test_flops_of_a_llama_are_those_of_its_products(groups: int, architecture: str, d: int) -> None:
     """Three times the forward: 2 h (n + 2 g) d for q, k, v, 2 n d h, 4 s n d for attention, 6 h f, 2 V h at the end."""
-    model = replace(LLAMA, num_query_groups=groups, architecture=architecture, kv_channels=d)
+    model = replace(LLAMA, num_query_groups=groups, **of_family(architecture), kv_channels=d)
     model = replace(model, qk_layernorm=architecture == "qwen3")
     h, f, s, v, n = 64, 96, 32, 1000, 8
     block = 2 * h * (n + 2 * groups) * d + 2 * n * d * h + 4 * s * n * d + 6 * h * f

@@ -45,6 +45,7 @@ from megazero.flags.config import (
 from megazero.flags.pipeline_split import layer_costs
 from megazero.planner.sizes import NUMBER
 from megazero.planner.trace.trace import trace_block
+from tests.helpers.families import of_family
 from tests.helpers.table import for_each
 from tests.parallel.cases import Case
 
@@ -95,7 +96,7 @@ CONSTANT = {
 
 
 def model_of(architecture: str) -> ModelConfig:
-    model = ModelConfig(3, 64, 96, 8, 32, 300, init_method_std=STD, architecture=architecture)
+    model = ModelConfig(3, 64, 96, 8, 32, 300, init_method_std=STD, **of_family(architecture))
     if architecture == "gpt2":
         return model
     return replace(model, untie_embeddings=True, num_query_groups=2, add_qkv_bias=True)
@@ -286,7 +287,7 @@ def test_costs_of_a_blocks_passes(recompute: str, input_gradient: float) -> None
     costs = pass_costs(declare(model), ActivationConfig(recompute))  # type: ignore[arg-type]
     assert costs == pytest.approx((1.0, input_gradient, 0.8))  # weights: 1536 / 1920
     # llama, 4 groups of 16 heads: 2 h^2 + 2 h 2 (h / 4) + 2 h^2 and 6 h f
-    wide = ModelConfig(2, 64, 96, 16, 32, 1000, architecture="llama", num_query_groups=4)
+    wide = ModelConfig(2, 64, 96, 16, 32, 1000, **of_family("llama"), num_query_groups=4)
     matrices, attention = 5 * 64**2 + 6 * 64 * 96, 4 * 32 * 64
     again = {"none": 0, "selective": attention / 2, "full": matrices + attention}[recompute]
     whole = matrices + attention
