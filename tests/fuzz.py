@@ -26,7 +26,7 @@ from megazero.log import log
 from megazero.verify.command import verdict_of
 from megazero.verify.shrink import steps_alone
 from megazero.verify.verification import Verification, Wanted, make_runs
-from tests.helpers.families import FAMILIES
+from tests.helpers.families import SMALL
 from tests.parallel.matrix import EXPERTS, FROZEN_ROTARY, SCORES, blocked
 
 Values = dict[str, Any]  # flag without dashes -> value
@@ -154,12 +154,12 @@ class Draw:
 
     def model(self) -> Config:
         """Draw a model, its batch and its optimizer."""
-        name = self.random.choice(list(FAMILIES))
+        name = self.random.choice(list(SMALL))
         batch = {
             "global-batch-size": self.random.choice((4, 5, 6, 8, 8, 12)),
             "seq-length": self.random.choice((11, 12, 16)),
         }
-        config = with_values(over_defaults({}, name), {"architecture": name} | SIZES | named(FAMILIES[name]) | batch)
+        config = with_values(over_defaults({}, name), {"architecture": name} | SIZES | named(SMALL[name]) | batch)
         if self.random.random() < SHARE / 4:
             size = config.training.global_batch_size
             ramp = {"rampup-batch-size": (size // 2, size - size // 2, size // 2)}

@@ -19,7 +19,7 @@ from megazero.flags.flag_names import flags
 from megazero.flags.foreign.flag_table import FLAGS, Foreign, kebab, read_table, read_values
 from megazero.flags.foreign.other_defaults import read_defaults, short_value
 from megazero.flags.foreign.translate import Answer, Translated, is_ours, split_items, translate
-from megazero.flags.foreign.value_conversions import CONVERSIONS
+from megazero.flags.foreign.value_conversions import CONVERSIONS, model_types
 from megazero.flags.help import FAMILY, help_of
 from megazero.flags.resolve import resolve
 
@@ -93,8 +93,9 @@ def result(entry: Foreign) -> str:
             return str(argument)
         case "words_unless_given":
             return f"{argument}, unless it is given"
-        case "choose":
-            return "; ".join(f"{value}: {words}" for value, words in argument.items() if words)
+        case "choose" | "model_type":
+            choices = argument or model_types()
+            return "; ".join(f"{value}: {words}" for value, words in choices.items() if words)
         case "pairs":
             return "; ".join(f"{', '.join(keys.split())}: --{ours}" for ours, keys in argument.items())
         case "only":

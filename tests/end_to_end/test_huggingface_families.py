@@ -15,7 +15,7 @@ from megazero.interop.huggingface.families import family_of
 from tests.end_to_end.cli import metrics, pretrain
 from tests.end_to_end.test_generate import on_a_rank, write_tokenizer
 from tests.end_to_end.test_huggingface import assert_same_logits, export, import_, theirs
-from tests.helpers.families import FAMILIES, family
+from tests.helpers.families import SMALL, family
 from tests.helpers.ranks import Ranks
 from tests.helpers.rounding import model_tolerance
 from tests.reference_run import read_checkpoint, write_corpus
@@ -27,16 +27,14 @@ SIZES += ["--seq-length", LENGTH, "--init-method-std", 0.2, "--global-batch-size
 
 def flags_of(name: str) -> str:
     """Return the flags of a small model of a family."""
-    options = {"architecture": name, "norm_epsilon": 1e-4} | FAMILIES[name]
+    options = {"architecture": name, "norm_epsilon": 1e-4} | SMALL[name]
     if "moe_router_bias_update_rate" in options:
         options["moe_router_bias_update_rate"] = 0.3  # biases that choose other experts are exported, and imported
     return " ".join(as_flag(option.replace("_", "-"), value) for option, value in options.items())
 
 
 LLAMA = "--architecture llama --num-query-groups"
-KINDS = {
-    name: (family_of(family(name, ModelConfig(num_layers=3))).model_class, flags_of(name)) for name in FAMILIES
-} | {
+KINDS = {name: (family_of(family(name, ModelConfig(num_layers=3))).model_class, flags_of(name)) for name in SMALL} | {
     "llama, one group, tied": ("LlamaForCausalLM", f"{LLAMA} 1 --no-untie-embeddings --rope-scaling-factor 8"),
     "llama, wide heads": ("LlamaForCausalLM", f"{LLAMA} 2 --kv-channels 12"),
     "llama with a window is mistral": ("MistralForCausalLM", f"{LLAMA} 2 --window-size 6"),

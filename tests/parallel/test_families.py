@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.families import FAMILIES, family
+from tests.helpers.families import SMALL, family
 from tests.parallel.cases import MODEL, Case, train
 from tests.parallel.matrix import COMBINED
 from tests.parallel.test_parity import TOLERANCE, check_bytes, expected, fp64, relative_error
@@ -26,7 +26,7 @@ SLOW += ("mixtral", "qwen3-moe", "deepseek-v2")
     [
         # in the default suite, other families in one layout
         pytest.param(name, case, marks=pytest.mark.slow if number or name in SLOW else ())
-        for name in FAMILIES
+        for name in SMALL
         for number, case in enumerate(LAYOUTS)
     ],
     ids=str,

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megazero.engine.kernels.rotary import RotaryTables, rotate
+from megazero.engine.options.model_options import SWIGLU_LIMIT, SWIGLU_SLOPE
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -16,7 +17,6 @@ LOGIT_CHUNK_BYTES = 1 << 20  # rows of logits computed together: they fit in a c
 TEMPORARY_BYTES = 1 << 28  # rows of logits that a GPU computes together in another tensor
 GELU_A = 2 * (2 / torch.pi) ** 0.5  # gelu(x) = x sigmoid(A x + B x^3), by tanh
 GELU_B = 0.044715 * GELU_A
-SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0  # clamped SwiGLU
 
 
 def wide(x: torch.Tensor) -> torch.dtype:

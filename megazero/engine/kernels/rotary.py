@@ -14,12 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.engine.options.model_options import ModelConfig, RopeScaling
-
-# Llama 3.1's scaling: frequencies with fewer than LOW_FREQUENCY turns in the trained length are divided by the factor,
-# those with more than HIGH_FREQUENCY turns stay.
-LOW_FREQUENCY, HIGH_FREQUENCY = 1.0, 4.0
-SLOW = 1.0  # YaRN's: dims with fewer turns are divided, those with more than `Rotary.fast` stay
+from megazero.engine.options.model_options import HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, ModelConfig, RopeScaling
 
 
 def yarn_growth(factor: float, mscale: float = 1.0) -> float:

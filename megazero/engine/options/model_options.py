@@ -20,6 +20,11 @@ from megazero.engine.options.option import (
 
 LARGE = "products of larger numbers overflow"
 RopeScaling = Literal["llama3", "linear", "yarn"]
+# Llama 3.1's scaling: frequencies with fewer than LOW_FREQUENCY turns in the trained length are divided by the factor,
+# those with more than HIGH_FREQUENCY turns stay.
+LOW_FREQUENCY, HIGH_FREQUENCY = 1.0, 4.0
+SLOW = 1.0  # YaRN's: dims with fewer turns are divided, those with more than `Rotary.fast` stay
+SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0  # clamped SwiGLU
 NormName = Literal["layernorm", "rmsnorm", "rmsnorm-1p"]
 ActivationName = Literal["gelu", "gelu-tanh", "relu", "squared-relu", "swiglu", "geglu-tanh", "swiglu-clamped"]
 BiasName = Literal["qkv", "proj", "mlp", "experts", "logits"]

@@ -7,13 +7,14 @@ reason if it cannot translate. The first line of a docstring is the translation 
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import PurePath
 
 from megazero.engine.options.option import MOST_LAYERS
 from megazero.families import FAMILIES
 from megazero.flags.config import MOST_MINUTES
 from megazero.flags.corpus_flags import is_number
-from megazero.flags.flag_names import flags
+from megazero.flags.flag_names import as_flag, flags
 from megazero.flags.foreign.flag import (
     TRUE,
     ForeignFlag,
@@ -70,6 +71,21 @@ def choose(flag: ForeignFlag) -> list[str]:
     if flag.value.lower() not in choices:
         raise Refused(f"{flag.value}: there are {', '.join(f'{v} ({w})' for v, w in choices.items() if w)}")
     return choices[flag.value.lower()].split()
+
+
+def model_types() -> dict[str, str]:
+    """Return the words of ours for each model_type: its family, and what its class has by default besides."""
+    words = {}
+    for family in FAMILIES.values():
+        for row in family.models:
+            options = {name: v for name, v in (row.needed | row.class_options).items() if family.options.get(name) != v}
+            more = [as_flag(name.replace("_", "-"), value) for name, value in options.items()]
+            words[row.model_type] = " ".join([f"--architecture {family.name}", *more])
+    return words
+
+
+def model_type(flag: ForeignFlag) -> list[str]:
+    return choose(replace(flag, argument=model_types()))
 
 
 def pairs(flag: ForeignFlag) -> list[str]:
@@ -458,7 +474,20 @@ def betas(flag: ForeignFlag) -> list[str]:
 CONVERSIONS: Mapping[str, Callable[[ForeignFlag], list[str]]] = {
     function.__name__: function
     for function in (
-        *(rename, words, choose, pairs, only, unneeded, refused, minutes, exit_duration, profile, validation_share),
+        *(
+            rename,
+            words,
+            choose,
+            model_type,
+            pairs,
+            only,
+            unneeded,
+            refused,
+            minutes,
+            exit_duration,
+            profile,
+            validation_share,
+        ),
         *(scale_power, betas, scheduled_rate, words_unless_given, architecture, virtual_stages, output),
         *(recomputed_layers, recomputed_modules, bucket, shard_group),
         *(layer_pattern, linear_scaling, run_name, report, resume, data_seed, accumulation),

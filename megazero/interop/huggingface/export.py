@@ -17,10 +17,10 @@ from megazero.data.tokenizer import GENERATION, Tokenizer, read_generation
 from megazero.engine.model.layers.context import DTYPES
 from megazero.engine.model.stage import declare
 from megazero.engine.options.optimizers import AVERAGE
+from megazero.families.parts.model_types import SAME, HuggingFaceModel, TensorNames
 from megazero.files import new_folder, write_atomically
 from megazero.flags.config import ModelConfig
 from megazero.interop.huggingface.families import family_of
-from megazero.interop.huggingface.model_types import SAME, HuggingFaceModel, TensorNames
 from megazero.interop.huggingface.tokenizer_files import (
     SpecialIds,
     check_tokenizer,

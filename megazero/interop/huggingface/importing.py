@@ -17,12 +17,12 @@ from safetensors import SafetensorError, safe_open
 
 from megazero.checkpoint.streaming import bands, write_checkpoint
 from megazero.engine.plan.layout.topology import Layout
+from megazero.families.parts.model_types import MODULE, TABLE, HuggingFaceModel
 from megazero.files import new_folder, open_regular, read_regular, write_atomically
 from megazero.flags.config import Config, DataConfig, ModelConfig
 from megazero.flags.flag_names import to_toml
 from megazero.interop.huggingface.configuration import read_config
 from megazero.interop.huggingface.export import INDEX, WEIGHTS, shapes_of
-from megazero.interop.huggingface.model_types import MODULE, TABLE, HuggingFaceModel
 from megazero.interop.huggingface.tokenizer_files import read_tokenizer
 from megazero.log import log
 from megazero.run.run_state import TOKENIZER, RunState, attached_tokenizer

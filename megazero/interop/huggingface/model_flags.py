@@ -12,7 +12,7 @@ from megazero.flags.cli import ModelFlags
 from megazero.flags.config import ModelConfig
 
 if TYPE_CHECKING:
-    from megazero.interop.huggingface.model_types import HuggingFaceModel
+    from megazero.families.parts.model_types import HuggingFaceModel
 
 
 class _ResumedModel(NamedTuple):

@@ -12,6 +12,7 @@ import pytest
 
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import AXES, Layout
+from megazero.families import MODELS
 from megazero.flags.cli import parse, read
 from megazero.flags.flag_names import flags, with_values
 from megazero.flags.foreign.flag import Refused
@@ -29,11 +30,10 @@ from megazero.flags.foreign.flag_table import (
 )
 from megazero.flags.foreign.other_defaults import read_defaults, short_value
 from megazero.flags.foreign.translate import DEEPSPEED_FLAGS, is_ours, refusals, translate
-from megazero.flags.foreign.value_conversions import CONVERSIONS
+from megazero.flags.foreign.value_conversions import CONVERSIONS, model_types
 from megazero.flags.foreign.values import choices, spell, translate_value
 from megazero.flags.presets import read_preset
 from megazero.flags.resolve import resolve
-from megazero.interop.huggingface.families import MODELS
 from tests.helpers.table import for_each
 from tests.parallel.matrix import DIVISIONS
 
@@ -801,11 +801,11 @@ def test_the_tables_are_read_whole() -> None:
 
 
 def test_each_model_type_of_hugging_face_is_its_architecture() -> None:
-    """One line of choose.model_type in huggingface.toml for each row of MODELS."""
-    choices = read_tables()["model-type"].argument
-    assert choices.keys() == MODELS.keys()
-    found = {name: parse(words.split()).model.architecture for name, words in choices.items()}
+    found = {name: parse(["--model_type", name]).model.architecture for name in MODELS}
     assert found == {name: row.architecture for name, row in MODELS.items()}
+    words = {"mistral": "--architecture mistral --window-size 4096", "qwen2": "--architecture qwen2"}
+    words |= {"helium": "--architecture llama --rotary-interleaved"}
+    assert {name: model_types()[name] for name in words} == words
 
 
 def test_the_tables_are_read_for_foreign_flags_alone() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megazero.cluster.launcher import read_words
 from megazero.flags.cli import parse
 from tests.helpers.table import for_each
-from tests.unit.flags.test_presets import PAPER, SHAPES, TODAY
+from tests.unit.flags.test_presets import LAYOUTS, PAPER, TODAY
 
 ROOT = Path(__file__).parents[3]
 SLURM = sorted((ROOT / "scripts" / "slurm").glob("pretrain_*.sbatch"))
@@ -33,7 +33,7 @@ def test_a_slurm_script_asks_for_the_ranks_of_its_preset(path: Path) -> None:
     text = path.read_text()
     asked = {key: int(number) for key, number in re.findall(r"^#SBATCH --([a-z-]+)=(\d+)$", text, re.MULTILINE)}
     preset = preset_of(path)
-    assert asked["nodes"] * asked["ntasks-per-node"] == SHAPES[preset][0]
+    assert asked["nodes"] * asked["ntasks-per-node"] == LAYOUTS[preset][0]
     assert asked["gpus-per-node"] == asked["ntasks-per-node"] == 64 / asked["cpus-per-task"]
     flags = re.search(r"pretrain\.sbatch (.*) \"\$@\"", text, re.DOTALL)[1].replace("\\\n", "").split()
     config = parse([*flags, "--save", "runs/a"])

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from megazero.families.parts.model_types import canonical
 from megazero.interop.huggingface.configuration import read_config
 from megazero.interop.huggingface.export import export
 from megazero.interop.huggingface.families import family_of
 from megazero.interop.huggingface.importing import import_model
-from megazero.interop.huggingface.model_types import canonical
 from tests.helpers.rounding import model_tolerance
 from tests.helpers.table import for_each
 from tests.unit.interop.test_huggingface_config import written

@@ -11,12 +11,12 @@ import pytest
 
 from megazero.engine.model.stage import declare
 from megazero.engine.options.optimizers import WeightKind
+from megazero.families.parts.model_types import attention_kinds
 from megazero.flags.batch_ramp import batch_sizes, padding_samples
 from megazero.flags.cli import parse
 from megazero.flags.flag_names import with_values
 from megazero.flags.presets import preset_names
 from megazero.flags.resolve import resolve
-from megazero.interop.huggingface.model_types import attention_kinds
 from megazero.planner.layouts import layout_words
 from megazero.verify import planned
 from megazero.verify.command import main, show_proof, verdict_of

@@ -14,12 +14,12 @@ from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.topology import Layout
 from megazero.engine.step.engine import Engine
+from megazero.families.parts.rope_scaling import rope_parameters, rotary_options
 from megazero.flags.config import Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_values
 from megazero.generation.generate import NewTokens
 from megazero.generation.model import InferenceModel
-from megazero.interop.huggingface.rope_scaling import rope_parameters, rotary_options
 from tests import reference
 from tests.helpers.families import of_family
 from tests.helpers.table import for_each

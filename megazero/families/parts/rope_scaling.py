@@ -4,9 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megazero.engine.kernels.rotary import HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, Rotary
-from megazero.flags.config import ModelConfig
-from megazero.interop.huggingface.model_types import Conversion, Options
+from megazero.engine.options.model_options import HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, ModelConfig
+from megazero.families.parts.model_types import Conversion, Options
 
 
 class Scaling(NamedTuple):
@@ -105,6 +104,8 @@ def _options(given: Mapping[str, Any], partial: bool, longest: int) -> Options:
     if not factor >= 1:
         raise ValueError(f"config.json has factor {factor:g} in rope_parameters; a context is stretched by at least 1")
     if kind == "yarn":
+        from megazero.engine.kernels.rotary import Rotary
+
         growth = {name: scaling[name] for name in GROWTH if name in scaling}
         fixed = {**fixed, "attention_factor": Rotary(0, 1.0, factor, "yarn", **growth).amplitude}
     for key, value in rope.items():

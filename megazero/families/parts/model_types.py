@@ -1,4 +1,4 @@
-"""Conversion of models of Hugging Face: names of tensors and options on both sides. `families` has the models.
+"""Conversion of models of Hugging Face: names of tensors and options on both sides.
 
 Shapes: h hidden, n heads, g groups of heads that share keys and values, d head dim, f ffn, E experts.
 """
@@ -8,17 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import torch
-
-from megazero.families import FAMILIES
-from megazero.flags.config import ModelConfig
+from megazero.engine.options.model_options import ModelConfig
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
 
-Tensors = Sequence[torch.Tensor]
+Tensors: TypeAlias = "Sequence[torch.Tensor]"
 Options = dict[str, Any]
 
 OUTPUT = "lm_head.weight"
@@ -47,6 +45,18 @@ class Form:
     by_rows: bool = False
 
 
+def _joined(parts: Tensors, dim: int = 0) -> torch.Tensor:
+    import torch  # a command line is read without it
+
+    return torch.cat(list(parts), dim)
+
+
+def _stacked(parts: Tensors, dim: int = 0) -> torch.Tensor:
+    import torch
+
+    return torch.stack(list(parts), dim)
+
+
 def _qkv_columns(ours: Tensors, model: ModelConfig) -> Tensors:
     """[n, 3, d, ...] -> [..., 3 n d], queries of all heads first."""
     (x,) = ours
@@ -64,19 +74,19 @@ def _qkv_heads(theirs: Tensors, model: ModelConfig) -> Tensors:
 def _all_rows(ours: Tensors, model: ModelConfig) -> Tensors:
     """Queries [n, d, ...], keys and values [g, 2, d, ...] -> [(n + 2 g) d, ...]: all queries, all keys, all values."""
     query, kv = ours
-    return (torch.cat([part.flatten(0, 1) for part in (query, *kv.unbind(1))]),)
+    return (_joined([part.flatten(0, 1) for part in (query, *kv.unbind(1))]),)
 
 
 def _by_kind(theirs: Tensors, model: ModelConfig) -> Tensors:
     heads = theirs[0].unflatten(0, (-1, model.head_dim))
     query, keys, values = heads.split([model.num_attention_heads, *[model.query_groups] * 2])
-    return query, torch.stack([keys, values], dim=1)
+    return query, _stacked([keys, values], dim=1)
 
 
 def _rows_by_head(ours: Tensors, model: ModelConfig) -> Tensors:
     """Queries [n, d, ...], keys and values [n, 2, d, ...] -> [n 3 d, ...]: a head's query, key and value together."""
     query, kv = ours
-    return (torch.cat([query[:, None], kv], dim=1).flatten(0, 2),)
+    return (_joined([query[:, None], kv], dim=1).flatten(0, 2),)
 
 
 def _from_heads(theirs: Tensors, model: ModelConfig) -> Tensors:
@@ -99,15 +109,15 @@ HEADS = Form(  # [n, d, ...] and [n d, ...]
 )
 KEYS_AND_VALUES = Form(  # [g, 2, d, ...] and two [g d, ...]
     lambda xs, _: tuple(part.flatten(0, 1) for part in xs[0].unbind(1)),
-    lambda xs, model: (torch.stack([x.unflatten(0, (model.query_groups, -1)) for x in xs], dim=1),),
+    lambda xs, model: (_stacked([x.unflatten(0, (model.query_groups, -1)) for x in xs], dim=1),),
 )
 # Activations of ours -> names of theirs, of MLPs with two matrices and of gated ones.
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate")
 ACTIVATIONS = {"gelu": ("gelu", "gelu_python"), "gelu-tanh": TANH_GELU, "relu": ("relu",), "squared-relu": ("relu2",)}
 GATED_ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu-tanh": TANH_GELU}
-STACKED = Form(lambda xs, _: xs[0].unbind(0), lambda xs, _: (torch.stack(list(xs)),))  # [2, f, ...] and two [f, ...]
+STACKED = Form(lambda xs, _: xs[0].unbind(0), lambda xs, _: (_stacked(xs),))  # [2, f, ...] and two [f, ...]
 HALVES = Form(lambda xs, _: (xs[0].flatten(0, 1),), lambda xs, _: (xs[0].unflatten(0, (2, -1)),))  # [2 f, ...]
-EXPERT = Form(lambda xs, _: xs[0][0].unbind(0), lambda xs, _: (torch.stack(list(xs))[None],))  # [1, 2, f, h] and two
+EXPERT = Form(lambda xs, _: xs[0][0].unbind(0), lambda xs, _: (_stacked(xs)[None],))  # [1, 2, f, h] and two
 TRANSPOSED_EXPERTS = Form(  # [E, h, f] and [E, f, h]
     lambda xs, _: (xs[0].transpose(1, 2),), lambda xs, _: (xs[0].transpose(1, 2),), by_rows=True
 )
@@ -214,11 +224,10 @@ class Conversion(NamedTuple):
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A family on both sides.
+    """A class of models on both sides.
 
     Attributes:
         model_type, model_class: of config.json.
-        architecture: ours, which an import gives. A model of another one with the same traits is exported too.
         prefix: of the base model's names, which files of the base model alone lack.
         tensors: rows of names. Files can hold the tensors of any row of ours; an export writes those of the first.
         options: fields of ModelConfig -> fields of their configuration with the same value.
@@ -232,18 +241,20 @@ class HuggingFaceModel:
         further_layers: files may hold layers after the last one, which transformers ignores.
         predicts: these are modules of multi-token prediction, and `tensors` has their names.
         activation_key: field of their configuration that names the activation.
-        activations: activations of ours -> its names; an export has the first. Empty: that of `architecture` alone.
+        activations: activations of ours -> its names; an export has the first. Empty: that of the family alone.
+        class_options: fields of ModelConfig with the defaults of its class, where those of the family differ.
+        architecture: the family, which an import gives. A model of another one with the same traits is exported too.
+        traits: of the family.
     """
 
     model_type: str
     model_class: str
-    architecture: str
     prefix: str
     tensors: tuple[TensorNames, ...]
     options: dict[str, str]
     conversions: tuple[Conversion, ...]
     required: Mapping[str, tuple[Any, ...]]
-    needed: Options
+    needed: Options = field(default_factory=dict)
     kinds: str = "G"
     buffers: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -252,6 +263,9 @@ class HuggingFaceModel:
     predicts: bool = False
     activation_key: str = "hidden_act"
     activations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    class_options: Options = field(default_factory=dict)
+    architecture: str = ""
+    traits: Options = field(default_factory=dict)
 
     def bias_names(self, model: ModelConfig) -> dict[int, str]:
         """Return the names of their routers' biases by number of the layer."""
@@ -295,11 +309,11 @@ class HuggingFaceModel:
         for row in dict.fromkeys(row for name in names for row in self.names(name, model, theirs)):
             for name, part in zip(row.ours, row.form.join([theirs[name] for name in row.theirs], model), strict=True):
                 found.setdefault(name, []).append(part)
-        return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in found.items()}
+        return {name: parts[0] if len(parts) == 1 else _joined(parts) for name, parts in found.items()}
 
     def differences(self, model: ModelConfig) -> list[str]:
         """Return the fields of `model` that this family cannot have."""
-        usual = FAMILIES[self.architecture].traits | self.needed
+        usual = self.traits | self.needed
         found = [] if model.activation in (self.activations or {usual["activation"]}) else ["activation"]
         free = {*self.options, *OF_TRAINING, "untie_embeddings", "activation"}.union(
             *(each.expressed for each in self.conversions)
@@ -344,7 +358,7 @@ class HuggingFaceModel:
             for name, v in ours.items()
         }
         ours |= {"architecture": self.architecture, "untie_embeddings": not config.tie_word_embeddings}
-        ours |= FAMILIES[self.architecture].traits | self.needed
+        ours |= self.traits | self.needed
         if not ours["learned_positions"]:
             ours["max_position_embeddings"] = ours["seq_length"]  # --seq-length does not change it
         if self.activations:

@@ -1,4 +1,4 @@
-"""Options of families of Hugging Face that have another form on each side; `rotary` has those of positions."""
+"""Options that have another form in transformers, of several families; `rope_scaling` has those of positions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megazero.flags.config import ModelConfig
-from megazero.interop.huggingface.model_types import Conversion, Options, attention_kinds, pattern_of
+from megazero.engine.options.model_options import ModelConfig
+from megazero.families.parts.model_types import Conversion, Options, attention_kinds, pattern_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -55,15 +55,6 @@ def _from_windows(config: PreTrainedConfig) -> Options:
     return {"window_size": size if "L" in letters else 0, "layer_pattern": layer_types_of(letters)}
 
 
-def _no_rope_layers(model: ModelConfig) -> Options:
-    kinds = attention_kinds(model)
-    return {"no_rope_layers": [int(kind != "N") for kind in kinds], "layer_types": [GLOBAL] * len(kinds)}
-
-
-def _from_no_rope_layers(config: PreTrainedConfig) -> Options:
-    return {"layer_pattern": layer_types_of("".join("G" if rotates else "N" for rotates in config.no_rope_layers))}
-
-
 WINDOW = Conversion(  # of all layers
     ("window_size",),
     lambda model: {"sliding_window": model.window_size or None},
@@ -76,7 +67,6 @@ SWITCHED_WINDOW = Conversion(
 )
 WINDOWS = Conversion(("window_size", "layer_pattern"), _windows, _from_windows)
 QWEN_WINDOWS = WINDOWS._replace(to_theirs=_qwen_windows)
-NO_ROPE_LAYERS = Conversion(("layer_pattern",), _no_rope_layers, _from_no_rope_layers)
 
 
 # -- Heads and scores
@@ -136,12 +126,6 @@ def _from_gemma_scores(config: PreTrainedConfig) -> Options:
     }
 
 
-def _from_attention_multiplier(config: PreTrainedConfig) -> Options:
-    head_dim = getattr(config, "head_dim", None) or usual_head_dim(config)
-    usual = config.attention_multiplier == head_dim**-0.5
-    return {"attention_scale": 0.0 if usual else float(config.attention_multiplier)}
-
-
 LATENT_HEADS = Conversion(  # theirs have None for the width of a latent of queries that is missing
     ("q_lora_rank",), lambda model: {"q_lora_rank": model.q_lora_rank or None}, _from_latent_heads
 )
@@ -150,16 +134,6 @@ USUAL_HEAD_DIM = Conversion((), lambda model: {"head_dim": model.head_dim}, _req
 # Of classes that have no such key, while their models read it.
 OTHER_HEAD_DIM = HEAD_DIM._replace(to_theirs=_other_head_dim)
 GEMMA_SCORES = Conversion(("attention_scale", "final_softcap"), _gemma_scores, _from_gemma_scores)
-GEMMA2_SOFTCAP = Conversion(
-    ("attention_softcap",),
-    lambda model: {"attn_logit_softcapping": model.attention_softcap or None},
-    lambda config: {"attention_softcap": config.attn_logit_softcapping or 0.0},
-)
-ATTENTION_MULTIPLIER = Conversion(
-    ("attention_scale",),
-    lambda model: {"attention_multiplier": model.attention_scale or model.head_dim**-0.5},
-    _from_attention_multiplier,
-)
 
 
 # -- Experts
@@ -260,7 +234,7 @@ ONE_WIDTH = Conversion((), lambda model: {"intermediate_size": model.expert_size
 # -- Dropout
 
 
-def _equal_dropout(embedding: str, residual: str) -> Conversion:
+def equal_dropout(embedding: str, residual: str) -> Conversion:
     """Return the conversion of a dropout of embeddings, by the names of theirs: it must be that of the branches."""
 
     def check(config: PreTrainedConfig) -> Options:
@@ -273,27 +247,3 @@ def _equal_dropout(embedding: str, residual: str) -> Conversion:
         return {}
 
     return Conversion((), lambda model: {embedding: model.hidden_dropout}, check)
-
-
-GPT_DROPOUT = _equal_dropout("embd_pdrop", "resid_pdrop")
-STARCODER2_DROPOUT = _equal_dropout("embedding_dropout", "residual_dropout")
-
-
-# -- GPT-2 and GPT-J, Phi-3
-
-
-def _from_rotary_dim(config: PreTrainedConfig) -> Options:
-    return {"rotary_percent": (config.rotary_dim or config.n_embd) / (config.n_embd // config.n_head)}
-
-
-def _trained_length(model: ModelConfig) -> int:
-    return model.max_positions if model.rope_scaling_factor == 1 else model.rope_trained_length
-
-
-GPT = Conversion((), lambda model: {}, lambda config: {"ffn_hidden_size": config.n_inner or 4 * config.n_embd})
-ROTARY_DIM = Conversion(("rotary_percent",), lambda model: {"rotary_dim": model.rotary_dim}, _from_rotary_dim)
-PHI3 = Conversion(
-    (),
-    lambda model: {"embd_pdrop": model.hidden_dropout, "original_max_position_embeddings": _trained_length(model)},
-    lambda config: {},
-)

@@ -1,22 +1,19 @@
-"""Names of the tensors of transformers' models, as pieces from which the rows of `families` are made.
+"""Names of the tensors of transformers' models, as pieces that several families have.
 
-Shapes are those of `families`.
+Shapes are those of `model_types`.
 """
 
 from typing import Any
 
-from megazero.interop.huggingface.model_types import (
+from megazero.families.parts.model_types import (
     EXPERT,
     EXPERTS_HALVES,
-    EXPERTS_PAIRS,
     HALVES,
     HEADS,
     KEYS_AND_VALUES,
     OUTPUT,
-    QKV_ROWS,
     SAME,
     STACKED,
-    TRANSPOSED_EXPERTS,
     Form,
     TensorNames,
 )
@@ -45,14 +42,6 @@ def same_forms(**names: str) -> Names:
     return {name.replace("__", "."): (SAME, theirs) for name, theirs in names.items()}
 
 
-GPT_OUTSIDE = {
-    "token_embedding.weight": "transformer.wte.weight",
-    "position_embedding.weight": "transformer.wpe.weight",
-    "head.norm.weight": "transformer.ln_f.weight",
-    "head.norm.bias": "transformer.ln_f.bias",
-    "head.output.weight": OUTPUT,
-    "head.output_bias": "lm_head.bias",
-}
 LLAMA_OUTSIDE = {
     "token_embedding.weight": "model.embed_tokens.weight",
     "head.norm.weight": "model.norm.weight",
@@ -60,6 +49,8 @@ LLAMA_OUTSIDE = {
     "head.output.weight": OUTPUT,
 }
 BEFORE = same_forms(norm1__weight="input_layernorm.weight", norm2__weight="post_attention_layernorm.weight")
+LAYER_NORMS = weight_and_bias("norm1", SAME, "input_layernorm")
+LAYER_NORMS |= weight_and_bias("norm2", SAME, "post_attention_layernorm")
 AFTER = same_forms(
     norm1_after__weight="post_attention_layernorm.weight", norm2_after__weight="post_feedforward_layernorm.weight"
 )
@@ -89,13 +80,6 @@ EXPERTS_IN_MEMORY: Names = {
     "mlp.experts.up.weight": (EXPERTS_HALVES, "mlp.experts.gate_up_proj"),
     "mlp.experts.down.weight": (SAME, "mlp.experts.down_proj"),
 }
-MIXTRAL_EXPERTS: Names = {
-    "mlp.router.weight": (SAME, "block_sparse_moe.gate.weight"),
-    "mlp.experts.up.weight": (
-        *(EXPERT, "block_sparse_moe.experts.{expert}.w1.weight", "block_sparse_moe.experts.{expert}.w3.weight"),
-    ),
-    "mlp.experts.down.weight": (STACKED, "block_sparse_moe.experts.{expert}.w2.weight"),
-}
 SHARED_EXPERT: Names = {
     "mlp.shared.up.weight": (STACKED, "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
     "mlp.shared.down.weight": (SAME, "mlp.shared_expert.down_proj.weight"),
@@ -124,28 +108,8 @@ PREDICTIONS = same_forms(
     mtp__projection__weight="eh_proj.weight",
     mtp__norm__weight="shared_head.norm.weight",
 )
-PHI3_LAYERS: Names = {
-    ("attention.query.weight", "attention.kv.weight"): (QKV_ROWS, "self_attn.qkv_proj.weight"),
-    "attention.proj.weight": (SAME, "self_attn.o_proj.weight"),
+JOINED_MLP: Names = {
     "mlp.up.weight": (HALVES, "mlp.gate_up_proj.weight"),
     "mlp.down.weight": (SAME, "mlp.down_proj.weight"),
 }
-GPT_OSS: Names = {
-    **same_forms(
-        attention__sinks__weight="self_attn.sinks",
-        attention__proj__bias="self_attn.o_proj.bias",
-        mlp__router__weight="mlp.router.weight",
-        mlp__router__logit_bias="mlp.router.bias",
-        mlp__experts__down__bias="mlp.experts.down_proj_bias",
-    ),
-    "mlp.experts.up.weight": (EXPERTS_PAIRS, "mlp.experts.gate_up_proj"),
-    "mlp.experts.up.bias": (EXPERTS_PAIRS, "mlp.experts.gate_up_proj_bias"),
-    "mlp.experts.down.weight": (TRANSPOSED_EXPERTS, "mlp.experts.down_proj"),
-}
-GLM: Names = ATTENTION | {key: PHI3_LAYERS[key] for key in ("mlp.up.weight", "mlp.down.weight")}
-AROUND_GLM4 = same_forms(
-    norm1__weight="input_layernorm.weight",
-    norm1_after__weight="post_self_attn_layernorm.weight",
-    norm2__weight="post_attention_layernorm.weight",
-    norm2_after__weight="post_mlp_layernorm.weight",
-)
+GLM: Names = ATTENTION | JOINED_MLP
