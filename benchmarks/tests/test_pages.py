@@ -1,6 +1,5 @@
 """Pages of docs/ that a command writes are those of today's code."""
 
-import ast
 import re
 
 import pytest
@@ -33,7 +32,7 @@ def test_the_page_of_modules_is_that_of_their_docstrings() -> None:
     assert any("| `flat_layout` | Arithmetic of a unit's flat buffer. Pure: integers only. |" in line for line in page)
 
 
-def test_the_page_of_families_is_that_of_their_rows() -> None:
+def test_the_page_of_families_is_that_of_their_files() -> None:
     page = "\n".join(families.page())
     current = (ROOT / "docs" / "results" / "families.md").read_text() == page
     assert current, "docs/results/families.md is out of date: python -m benchmarks.reports.families"
@@ -44,12 +43,6 @@ def test_the_page_of_families_is_that_of_their_rows() -> None:
         "no biases; rotary positions; embeddings x sqrt(hidden size) |" in rows["gemma3"]
     )
     assert "`--untie-embeddings`, `--rotary-percent 0.25` | `pythia-1.4b`, `pythia-160m` |" in rows["gpt-neox"]
-
-
-def test_lines_of_a_family_are_its_row_and_what_it_alone_uses() -> None:
-    known = families.definitions(ast.parse("shared = 1\ndef own(\n):\n    return deep\ndeep = (\n    2)\nidle = 3\n"))
-    rows = {name: [ast.parse(text, mode="eval").body] for name, text in (("a", "shared + own()"), ("b", "shared"))}
-    assert families.own_lines(families.Source(rows, {"a": 4, "b": 1}, known)) == ({"a": 4 + 3 + 2, "b": 1}, 1)
 
 
 def test_the_page_of_foreign_flags_says_what_the_table_says() -> None:

@@ -268,7 +268,7 @@ def test_missing_files_and_packages_are_named(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match="holds a JSON list, not an object"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ValueError, match=r"'bert', which has attention to later tokens; known are gpt2, .*, llama, "):
+    with pytest.raises(ValueError, match=r"'bert', which has attention to later tokens; known are gpt2, llama, "):
         read_config(tmp_path)
     for keys, words in REFUSED_TYPES:
         (tmp_path / "config.json").write_text(json.dumps(keys))

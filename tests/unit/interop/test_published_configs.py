@@ -20,7 +20,7 @@ from megazero.flags.resolve import resolve
 from megazero.generation.model import hidden_states
 from megazero.interop.huggingface.configuration import SAME_TYPE
 from megazero.interop.huggingface.export import plan_shards, shapes_of
-from megazero.interop.huggingface.families import MODELS, family_of
+from megazero.interop.huggingface.families import family_of
 from megazero.interop.huggingface.importing import import_model
 from megazero.interop.huggingface.model_flags import find_model
 from megazero.interop.huggingface.weight_files import open_weights
@@ -121,8 +121,6 @@ def test_published_files_are_the_models_of_transformers(tmp_path: Path) -> None:
 
     An export has the copy's context, and the tensors of save_pretrained.
     """
-    types = {as_theirs(keys)["model_type"] for keys in PUBLISHED.values()}
-    assert types == MODELS.keys() - {"ministral"}  # see mistral
     ids = torch.randint(0, VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(1))
     faults = []
     for number, (name, keys) in enumerate(PUBLISHED.items()):
