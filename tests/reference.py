@@ -249,7 +249,8 @@ def fused_attention(
     """GPT-2's: one weight for queries, keys and values, by head; no rotation."""
     b, s, _ = y.shape
     qkv = linear(w, "attention.qkv", y).view(b, s, model.num_attention_heads, 3, -1)
-    return linear(w, "attention.proj", attention(model, *qkv.transpose(1, 2).unbind(3), drop, seen))
+    q, k, v = qkv.transpose(1, 2).unbind(3)
+    return linear(w, "attention.proj", attention(model, q, k, v, drop, seen, w.get("attention.sinks.weight")))
 
 
 def mlp(model: ModelConfig, w: Weights, name: str, y: torch.Tensor, expert: int | None = None) -> torch.Tensor:

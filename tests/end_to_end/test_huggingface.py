@@ -354,6 +354,10 @@ def test_options_choose_the_model_of_hugging_face(architecture: str) -> None:
         ({"architecture": "granite", "final_softcap": 3.0}, "granite with --final-softcap 3.0"),
         ({"architecture": "mixtral", "num_experts": 4, "moe_layer_freq": "DE"}, "mixtral with --moe-layer-freq DE"),
         ({"architecture": "olmo2", "num_experts": 8} | OLMO2, "olmo2 with --num-experts 8"),
+        (
+            {"architecture": "llama", "norm_place": "around", "num_experts": 4},
+            "llama with --norm-place around, --num-experts 4",
+        ),
         ({"architecture": "olmo2", "qk_layernorm": False}, "olmo2 with --no-qk-layernorm, --no-qk-norm-all-heads"),
     ],
 )

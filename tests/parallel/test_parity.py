@@ -64,6 +64,10 @@ BY_LAYER = replace(LINEAR, layer_pattern="LNG", window_size=4, local_rotary_base
 # A query sees the keys of every rank, but its head's sink once; and an expert's bias is added once.
 SINKS = replace(MODEL, num_layers=2, **of_family("gpt-oss"), num_query_groups=2, num_experts=4, ffn_hidden_size=24)
 
+# Traits that no family has together
+OF_NO_FAMILY = replace(MODEL, num_layers=2, norm="rmsnorm-1p", norm_place="around", linear_biases=("qkv", "logits"))
+OF_NO_FAMILY = replace(OF_NO_FAMILY, attention_sinks=True, root_embedding=True, activation="swiglu-clamped")
+
 
 def parameters(found: matrix.Covers) -> list[object]:
     """Parameters of a test: each generated case in its ring."""
@@ -76,7 +80,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_every_layout_is_the_same_model:
         covers = matrix.covers()
         generated = parameters(covers._replace(slow=covers.slow + matrix.products()))
-        by_hand = by_default(map(fp64, BY_HAND), 0, 1, 5, 6, 8, 11, 12)
+        by_hand = by_default(map(fp64, BY_HAND), 0, 1, 5, 6, 8, 11, 12, 13)
         metafunc.parametrize("case", [*by_hand, *generated], ids=str)
     if metafunc.function is test_other_precisions_are_as_near_as_they_can_be:
         metafunc.parametrize("case", parameters(matrix.numbers()))
@@ -236,6 +240,7 @@ BY_HAND = [
     Case(pp=2, model=BY_LAYER, recompute="selective"),
     Case(cp=2, zero=3, model=SINKS, exchange="ring", reset="documents"),
     Case(tp=2, model=SINKS),
+    Case(tp=2, sp=True, model=OF_NO_FAMILY),
 ]
 
 

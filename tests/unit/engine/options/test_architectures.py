@@ -120,6 +120,15 @@ LATENT = {"architecture": "llama", "multi_latent_attention": True}
             "--mscale 0.7 has no effect without --rope-scaling-type yarn and .* above 1; add them",
         ),
         ({"architecture": "llama", "beta_fast": 16.0, "rope_scaling_type": "yarn"}, "--beta-fast 16.0 has no effect"),
+        (
+            {"learned_positions": False},
+            "--fused-qkv needs --learned-positions: queries .* not rotated; add it, or drop",
+        ),
+        ({"architecture": "llama", "fused_qkv": True}, "--fused-qkv needs --learned-positions"),
+        ({"fused_qkv": False}, "--no-fused-qkv needs --no-learned-positions"),
+        ({"parallel_norms": 2, "norm_place": "after"}, "--norm-place after with --parallel-norms 2: .* no such norms"),
+        (LATENT | {"attention_sinks": True}, "--architecture llama has no --multi-latent-attention"),
+        ({"num_experts": 4, "linear_biases": ("mlp",)}, "--num-experts 4 with --architecture gpt2: experts have no"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
