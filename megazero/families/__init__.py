@@ -24,7 +24,7 @@ MODELS: Mapping[str, HuggingFaceModel] = {row.model_type: row for family in FAMI
 
 
 def with_traits(model: Options) -> Options:
-    """Return fields of ModelConfig with the traits of their family, where they are missing or --activation is auto."""
+    """Return fields of ModelOptions with the traits of their family, where they are missing or --activation is auto."""
     family = FAMILIES.get(str(model.get("architecture", "gpt2")))
     given = {name: value for name, value in model.items() if (name, value) != ("activation", "auto")}
     return (family.traits if family else {}) | given

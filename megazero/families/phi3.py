@@ -1,6 +1,6 @@
 """Phi-3."""
 
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 from megazero.families.parts.family import Family, Published
 from megazero.families.parts.model_types import QKV_ROWS, SAME, Conversion, Options
 from megazero.families.parts.relatives import LLAMA, SMALL_GROUPS, llama_row
@@ -15,7 +15,7 @@ LAYERS: Names = BEFORE | {
 }
 
 
-def _to_theirs(model: ModelConfig) -> Options:
+def _to_theirs(model: ModelOptions) -> Options:
     trained = model.max_positions if model.rope_scaling_factor == 1 else model.rope_trained_length
     return {"embd_pdrop": model.hidden_dropout, "original_max_position_embeddings": trained}
 

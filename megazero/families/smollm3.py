@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 from megazero.families.parts.family import Family, Published
 from megazero.families.parts.model_types import Conversion, Options, attention_kinds
 from megazero.families.parts.relatives import LLAMA, NO_BIASES, SMALL_GROUPS, llama_row
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def _to_theirs(model: ModelConfig) -> Options:
+def _to_theirs(model: ModelOptions) -> Options:
     kinds = attention_kinds(model)
     return {"no_rope_layers": [int(kind != "N") for kind in kinds], "layer_types": [GLOBAL] * len(kinds)}
 

@@ -7,7 +7,7 @@ Field docstrings are the help text. Nothing rewrites a config: `resolve` makes t
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from megazero.engine.options import model_options
+from megazero.engine.options.model_options import ModelOptions
 from megazero.engine.options.optimizers import BYTES as BYTES
 from megazero.engine.options.option import (
     Bounds,
@@ -39,7 +39,7 @@ else:
 
 
 @dataclass(frozen=True)
-class ModelConfig(model_options.ModelConfig):
+class ModelConfig(ModelOptions):
     """Architecture and sizes. docs/results/flags.md lists more flags, which families, presets and a config.json set."""
 
     architecture: Annotated[ArchitectureName, Role.ON_SCREEN] = "gpt2"

@@ -209,9 +209,7 @@ def _check_traits(model: ModelConfig) -> None:
     """Refuse traits of which one would have no effect. Those of a family go together."""
     if model.fused_qkv != model.learned_positions:
         one, other = as_flag("fused-qkv", model.fused_qkv), as_flag("learned-positions", model.fused_qkv)
-        raise ValueError(
-            f"{one} needs {other}: queries and keys in one weight are not rotated; add it, or drop {one}"
-        )
+        raise ValueError(f"{one} needs {other}: queries and keys in one weight are not rotated; add it, or drop {one}")
     if model.parallel_norms and model.norm_place != "before":
         raise ValueError(
             f"--norm-place {model.norm_place} with --parallel-norms {model.parallel_norms}: a block whose attention "

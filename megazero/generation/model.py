@@ -17,7 +17,7 @@ from megazero.engine.model.context_parallel.dealt import Ranges, num_tokens
 from megazero.engine.model.layers.context import DTYPES, Context, MicroBatchInfo, ResidualStream
 from megazero.engine.model.layers.weight import Weight
 from megazero.engine.model.stage import Stage, declare
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 from megazero.engine.options.schema import LEAST_CHUNK
 from megazero.engine.plan.layout.flat_layout import Range
 from megazero.engine.step.routers import Routers
@@ -31,7 +31,7 @@ class InferenceModel:
 
     lockstep = False
 
-    def __init__(self, path: Path, model: ModelConfig, mesh: Mesh, precision: str = "fp32") -> None:
+    def __init__(self, path: Path, model: ModelOptions, mesh: Mesh, precision: str = "fp32") -> None:
         """Read the weights of the checkpoint folder `path`; all ranks call this.
 
         Raises:

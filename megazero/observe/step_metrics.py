@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 from megazero.engine.plan.layout.layers import ROUTER_SUMS
 from megazero.engine.step.engine import Engine
 from megazero.engine.step.results import StepResult
@@ -50,7 +50,7 @@ class ExpertLoads(NamedTuple):
         return tuple(max(each) * len(each) / max(1, sum(each)) for each in self.choices)
 
 
-def expert_loads(result: StepResult, model: ModelConfig) -> ExpertLoads | None:
+def expert_loads(result: StepResult, model: ModelOptions) -> ExpertLoads | None:
     """Return the loads of a step; None without experts."""
     layers, experts, values = len(model.expert_layers), model.num_experts, result.routed
     if not layers:
@@ -66,7 +66,7 @@ def expert_loads(result: StepResult, model: ModelConfig) -> ExpertLoads | None:
     )
 
 
-def expert_metrics(loads: ExpertLoads, model: ModelConfig, choices: bool) -> dict[str, Any]:
+def expert_metrics(loads: ExpertLoads, model: ModelOptions, choices: bool) -> dict[str, Any]:
     """Return the fields of metrics.jsonl for the loads of a step.
 
     Args:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from megazero.engine.options.model_options import HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, ModelConfig, RopeScaling
+from megazero.engine.options.model_options import HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, ModelOptions, RopeScaling
 
 
 def yarn_growth(factor: float, mscale: float = 1.0) -> float:
@@ -32,13 +32,13 @@ class Rotary:
     scaling_type: RopeScaling = "llama3"
     trained_length: int = 8192
     interleaved: bool = False
-    mscale: float = 0.0  # YaRN's; see `ModelConfig`
+    mscale: float = 0.0  # YaRN's; see `ModelOptions`
     mscale_all_dim: float = 0.0
     fast: float = 32.0  # YaRN's; see SLOW
     rounds: bool = True  # YaRN's: the first and last dims that are divided in part are whole numbers
 
     @classmethod
-    def of(cls, model: ModelConfig, number: int) -> Rotary:
+    def of(cls, model: ModelOptions, number: int) -> Rotary:
         """Return those of a layer, by its number."""
         kind = model.attention_kind(number)
         dim, interleaved = model.rotary_dim, model.rotary_interleaved

@@ -34,7 +34,7 @@ from megazero.engine.model.layers.linear import (
     rows_onto,
 )
 from megazero.engine.model.layers.norm import NORMS, NoNorm, Norm
-from megazero.engine.options.model_options import ActivationName, ModelConfig
+from megazero.engine.options.model_options import ActivationName, ModelOptions
 from megazero.engine.plan.layout.layers import End, Use
 
 
@@ -46,7 +46,7 @@ class Layer(nn.Module):
     reads: tuple[str, ...] = ()  # units of other layers that it reads
 
     @staticmethod
-    def kind(model: ModelConfig, number: int) -> Hashable:
+    def kind(model: ModelOptions, number: int) -> Hashable:
         """Return a block's kind. Blocks of one kind differ in their number only, and are declared and traced once."""
         return model.attention_kind(number), model.has_experts(number)
 
@@ -62,7 +62,7 @@ class MLP(nn.Module):
     """down(activation(up(x))); the inner width is sharded over tp. `up` has [2, f, h] if the activation is gated."""
 
     def __init__(
-        self, model: ModelConfig, context: Context, activation: ActivationName | None = None, bias: bool | None = None
+        self, model: ModelOptions, context: Context, activation: ActivationName | None = None, bias: bool | None = None
     ) -> None:
         """activation, bias: None: as in the options."""
         super().__init__()
@@ -82,7 +82,7 @@ class MLP(nn.Module):
         return columns_and_rows(x, NormedColumns(norm, (self.up,)), rows, output)
 
 
-def attention_of(model: ModelConfig, number: int, context: Context) -> Attention:
+def attention_of(model: ModelOptions, number: int, context: Context) -> Attention:
     """Return the attention of a block."""
     if model.multi_latent_attention:
         return LatentAttention(model, number, context)
@@ -92,7 +92,7 @@ def attention_of(model: ModelConfig, number: int, context: Context) -> Attention
 class SequentialBlock(Layer):
     """x + attention(norm(x)), then x + mlp(norm(x)); or norms after the branches, or both (`norm_place`)."""
 
-    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+    def __init__(self, model: ModelOptions, number: int, context: Context) -> None:
         super().__init__()
         before, after = model.norm_place != "after", model.norm_place != "before"
         norm = NORMS[model.norm]
@@ -116,7 +116,7 @@ class SequentialBlock(Layer):
 class ParallelBlock(Layer):
     """x + attention(norm(x)) + mlp(norm(x)), with one norm or two: one sum over tp, not two."""
 
-    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+    def __init__(self, model: ModelOptions, number: int, context: Context) -> None:
         super().__init__()
         norm = NORMS[model.norm]
         self.norm = norm(model, context)

@@ -28,13 +28,13 @@ from megazero.engine.model.layers.linear import ColumnLinear
 from megazero.engine.model.layers.norm import NORMS, NoNorm, Norm
 from megazero.engine.model.layers.vocabulary import Output, VocabularyTable
 from megazero.engine.model.layers.weight import Weight, handle_of, weights_of
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 
 
 class Prediction(nn.Module):
     """The module of one depth. `number`: that of its block, behind those of the model."""
 
-    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+    def __init__(self, model: ModelOptions, number: int, context: Context) -> None:
         super().__init__()
         norm, h = NORMS[model.norm], model.hidden_size
         self.token_norm, self.state_norm = norm(model, context), norm(model, context)

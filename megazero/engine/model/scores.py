@@ -9,7 +9,7 @@ import torch
 
 from megazero.engine.kernels.rotary import yarn_growth
 from megazero.engine.model.documents import Documents
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 
 
 class Scores(NamedTuple):
@@ -20,7 +20,7 @@ class Scores(NamedTuple):
     scale: float = 0.0  # 0: 1 / sqrt(d)
 
     @classmethod
-    def of(cls, model: ModelConfig, number: int) -> Self:
+    def of(cls, model: ModelOptions, number: int) -> Self:
         """Return the options of layer `number`. A window of all of a sample is none."""
         local = model.attention_kind(number) == "L" and model.window_size < model.seq_length
         scale = model.attention_scale
@@ -31,7 +31,7 @@ class Scores(NamedTuple):
         return cls(model.window_size if local else 0, model.attention_softcap, scale)
 
     @classmethod
-    def windows(cls, model: ModelConfig) -> tuple[int, ...]:
+    def windows(cls, model: ModelOptions) -> tuple[int, ...]:
         """Return the window of every layer."""
         return tuple(cls.of(model, number).window for number in range(model.num_layers))
 

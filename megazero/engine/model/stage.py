@@ -19,7 +19,7 @@ from megazero.engine.model.layers.norm import NORMS, Norm
 from megazero.engine.model.layers.vocabulary import Output, VocabularyTable
 from megazero.engine.model.layers.weight import GradWriter, Weight, named_weights
 from megazero.engine.model.prediction import Depths, Prediction
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 from megazero.engine.plan.layout.layers import End, LayerKind, Layers, Use
 from megazero.engine.plan.layout.parameters import EXPERTS, unit_of
 
@@ -31,7 +31,7 @@ class TokenEmbedding(VocabularyTable, Layer):
 
     use, end = Use.LOOKUP, End.FIRST
 
-    def __init__(self, model: ModelConfig, context: Context) -> None:
+    def __init__(self, model: ModelOptions, context: Context) -> None:
         super().__init__(model, context)
         probability = 0.0 if model.learned_positions else model.hidden_dropout
         self.dropout = context.dropout(probability, -1, "embedding")
@@ -76,7 +76,7 @@ class PositionEmbedding(Layer):
 
     use, end = Use.LOOKUP, End.FIRST
 
-    def __init__(self, model: ModelConfig, context: Context) -> None:
+    def __init__(self, model: ModelOptions, context: Context) -> None:
         super().__init__()
         self.weight = context.weight(model.seq_length, model.hidden_size, std=model.init_method_std, decays=True)
         self.dropout = context.dropout(model.hidden_dropout, -1, "embedding")
@@ -97,7 +97,7 @@ class Head(Layer):
 
     use, end = Use.HEAD, End.LAST
 
-    def __init__(self, model: ModelConfig, norm: Norm, tokens: VocabularyTable | None, context: Context) -> None:
+    def __init__(self, model: ModelOptions, norm: Norm, tokens: VocabularyTable | None, context: Context) -> None:
         """tokens: the token table, if the head reads it."""
         super().__init__()
         self.norm = norm
@@ -134,7 +134,7 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, model: ModelConfig, names: Iterable[str], context: Context, frozen: tuple[str, ...] = ()
+        self, model: ModelOptions, names: Iterable[str], context: Context, frozen: tuple[str, ...] = ()
     ) -> None:
         """Build layers without memory.
 
@@ -171,7 +171,7 @@ def block_numbers(names: Iterable[str]) -> frozenset[int]:
 
 
 @functools.lru_cache(maxsize=64)
-def declare(model: ModelConfig, tp: int = 1) -> Layers:
+def declare(model: ModelOptions, tp: int = 1) -> Layers:
     """Return the declarations of a model's layers on `tp` tensor-parallel ranks. Each kind of layer is built once."""
     stream = ResidualStream(Axis("tp", list(range(tp)), rank=0), sharded=False)
     context = Context(stream, MemoryTracker(), "fp32", torch.device("meta"))

@@ -31,8 +31,8 @@ BiasName = Literal["qkv", "proj", "mlp", "experts", "logits"]
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Architecture and sizes. docs/results/flags.md lists more flags, which families, presets and a config.json set."""
+class ModelOptions:
+    """Options of a model. `flags.config.ModelConfig` has them with the names of families."""
 
     on_resume: ClassVar = OnResume.MODEL
 

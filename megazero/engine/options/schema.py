@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from megazero.engine.options.batch_sizes import micro_batches
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 from megazero.engine.options.optimizers import BYTES, OPTIMIZERS, Optimizer
 from megazero.engine.options.option import (
     Bounds,
@@ -340,7 +340,7 @@ class DocumentOptions(NamedTuple):
 class StepConfig:
     """The options of a training step. `flags.config.Config` adds those of a run."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelOptions = field(default_factory=ModelOptions)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: Annotated[OptimizerConfig, OnResume.STATES] = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -12,7 +12,7 @@ import torch
 from megazero.engine.mesh.mesh import Mesh
 from megazero.engine.model.experts.router import Router
 from megazero.engine.model.stage import Stage
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 from megazero.engine.plan.layout.layers import ROUTER_SUMS
 
 
@@ -25,12 +25,12 @@ class Routers:
         biases: of --moe-router-enable-expert-bias, [L, E] fp64, the same on all ranks. Routers have its rows.
     """
 
-    model: ModelConfig
+    model: ModelOptions
     held: Mapping[int, Router]
     biases: torch.Tensor | None
 
     @classmethod
-    def of(cls, model: ModelConfig, stage: Stage, device: torch.device) -> Self:
+    def of(cls, model: ModelOptions, stage: Stage, device: torch.device) -> Self:
         places = {number: place for place, number in enumerate(model.expert_layers)}
         held = {places[part.number]: part for part in stage.modules() if isinstance(part, Router)}
         if not model.moe_router_enable_expert_bias:

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 from megazero.engine.options.option import Role
 from megazero.families.parts.model_types import HuggingFaceModel, Options
 
-_HINTS = get_type_hints(ModelConfig, include_extras=True)
-# Fields of ModelConfig that each family sets. Of their flags --help lists --activation alone.
+_HINTS = get_type_hints(ModelOptions, include_extras=True)
+# Fields of ModelOptions that each family sets. Of their flags --help lists --activation alone.
 TRAITS = tuple(name for name, hint in _HINTS.items() if Role.TRAIT in getattr(hint, "__metadata__", ()))
-DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
+DEFAULTS = {field.name: field.default for field in fields(ModelOptions)}
 
 
 class Published(NamedTuple):
@@ -21,7 +21,7 @@ class Published(NamedTuple):
     Attributes:
         weights: as transformers counts them; 0: it is ours, and was not published.
         sizes: layers, hidden size, heads, width of the MLP, groups of heads that share keys, vocabulary, context.
-        others: further fields of ModelConfig that differ from the family's.
+        others: further fields of ModelOptions that differ from the family's.
     """
 
     weights: int
@@ -30,7 +30,7 @@ class Published(NamedTuple):
 
     @property
     def options(self) -> Options:
-        """Its fields of ModelConfig that differ from the family's."""
+        """Its fields of ModelOptions that differ from the family's."""
         names = ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "num_query_groups")
         return {**dict(zip((*names, "vocab_size", "seq_length"), self.sizes, strict=True)), **self.others}
 
@@ -41,7 +41,7 @@ class Family:
 
     Attributes:
         name: its --architecture.
-        options: fields of ModelConfig that differ from the defaults, TRAITS among them. A preset overrides them.
+        options: fields of ModelOptions that differ from the defaults, TRAITS among them. A preset overrides them.
         models: its rows in transformers.
         published: by name, for tests.
         small: options of a small model for tests, each with a value that is no default.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ Options = dict[str, Any]
 
 OUTPUT = "lm_head.weight"
 TABLE, HEAD = "token_embedding.weight", "head.output.weight"  # of ours; one weight if embeddings are tied
-# Fields of ModelConfig whose value theirs has from a property: most have a default 0 that stands for it.
+# Fields of ModelOptions whose value theirs has from a property: most have a default 0 that stands for it.
 RESOLVED = {"ffn_hidden_size": "ffn_size", "num_query_groups": "query_groups", "moe_ffn_hidden_size": "expert_size"}
 RESOLVED |= {"seq_length": "max_positions"}
 # Fields that change no result of a trained model.
@@ -40,8 +40,8 @@ class Form:
         by_rows: rows of one of ours are rows of one of theirs.
     """
 
-    split: Callable[[Tensors, ModelConfig], Tensors]
-    join: Callable[[Tensors, ModelConfig], Tensors]
+    split: Callable[[Tensors, ModelOptions], Tensors]
+    join: Callable[[Tensors, ModelOptions], Tensors]
     by_rows: bool = False
 
 
@@ -57,44 +57,44 @@ def _stacked(parts: Tensors, dim: int = 0) -> torch.Tensor:
     return torch.stack(list(parts), dim)
 
 
-def _qkv_columns(ours: Tensors, model: ModelConfig) -> Tensors:
+def _qkv_columns(ours: Tensors, model: ModelOptions) -> Tensors:
     """[n, 3, d, ...] -> [..., 3 n d], queries of all heads first."""
     (x,) = ours
     rows = x.transpose(0, 1).reshape(-1, *x.shape[3:])
     return (rows.t() if rows.dim() == 2 else rows,)
 
 
-def _qkv_heads(theirs: Tensors, model: ModelConfig) -> Tensors:
+def _qkv_heads(theirs: Tensors, model: ModelOptions) -> Tensors:
     """[..., 3 n d] -> [n, 3, d, ...]"""
     (x,) = theirs
     rows = x.t() if x.dim() == 2 else x
     return (rows.reshape(3, model.num_attention_heads, model.head_dim, *rows.shape[1:]).transpose(0, 1),)
 
 
-def _all_rows(ours: Tensors, model: ModelConfig) -> Tensors:
+def _all_rows(ours: Tensors, model: ModelOptions) -> Tensors:
     """Queries [n, d, ...], keys and values [g, 2, d, ...] -> [(n + 2 g) d, ...]: all queries, all keys, all values."""
     query, kv = ours
     return (_joined([part.flatten(0, 1) for part in (query, *kv.unbind(1))]),)
 
 
-def _by_kind(theirs: Tensors, model: ModelConfig) -> Tensors:
+def _by_kind(theirs: Tensors, model: ModelOptions) -> Tensors:
     heads = theirs[0].unflatten(0, (-1, model.head_dim))
     query, keys, values = heads.split([model.num_attention_heads, *[model.query_groups] * 2])
     return query, _stacked([keys, values], dim=1)
 
 
-def _rows_by_head(ours: Tensors, model: ModelConfig) -> Tensors:
+def _rows_by_head(ours: Tensors, model: ModelOptions) -> Tensors:
     """Queries [n, d, ...], keys and values [n, 2, d, ...] -> [n 3 d, ...]: a head's query, key and value together."""
     query, kv = ours
     return (_joined([query[:, None], kv], dim=1).flatten(0, 2),)
 
 
-def _from_heads(theirs: Tensors, model: ModelConfig) -> Tensors:
+def _from_heads(theirs: Tensors, model: ModelOptions) -> Tensors:
     heads = theirs[0].unflatten(0, (model.num_attention_heads, 3, model.head_dim))
     return heads[:, 0], heads[:, 1:]
 
 
-def _transposed(xs: Tensors, _: ModelConfig) -> Tensors:
+def _transposed(xs: Tensors, _: ModelOptions) -> Tensors:
     return (xs[0].t(),)
 
 
@@ -137,11 +137,11 @@ def pattern_of(letters: str) -> str:
     return next(letters[:n] for n in sizes if (letters[:n] * len(letters))[: len(letters)] == letters)
 
 
-def _canonical_experts(model: ModelConfig) -> Options:
+def _canonical_experts(model: ModelOptions) -> Options:
     """Return the options of experts with the defaults where they change nothing."""
     if not model.expert_layers:
-        names = [field.name for field in fields(ModelConfig) if field.name.startswith("moe_")]
-        return {"num_experts": 0} | {name: getattr(ModelConfig, name) for name in names}
+        names = [field.name for field in fields(ModelOptions) if field.name.startswith("moe_")]
+        return {"num_experts": 0} | {name: getattr(ModelOptions, name) for name in names}
     gate = model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size > 0
     found: Options = {"moe_shared_expert_gate": gate}
     if all(map(model.has_experts, range(model.num_layers))):  # no MLP but those of experts
@@ -151,12 +151,12 @@ def _canonical_experts(model: ModelConfig) -> Options:
     return found | {"moe_layer_freq": pattern_of(letters), "moe_ffn_hidden_size": width}
 
 
-def attention_kinds(model: ModelConfig) -> str:
+def attention_kinds(model: ModelOptions) -> str:
     """Return the kinds of attention of all layers."""
     return "".join(map(model.attention_kind, range(model.num_layers)))
 
 
-def canonical(model: ModelConfig) -> ModelConfig:
+def canonical(model: ModelOptions) -> ModelOptions:
     """Return the model with defaults for widths and groups that are the usual ones, and for experts without effect."""
     usual = model.hidden_size // model.num_attention_heads
     heads = 0 if model.head_dim == usual or model.multi_latent_attention else model.head_dim
@@ -166,7 +166,7 @@ def canonical(model: ModelConfig) -> ModelConfig:
     return replace(model, **_canonical_experts(model))
 
 
-def _in_block(ours: str, model: ModelConfig) -> str:
+def _in_block(ours: str, model: ModelOptions) -> str:
     """Return a name in a module of multi-token prediction as that in a block behind the last one; others unchanged."""
     found = re.fullmatch(re.escape(MODULE).replace(r"\{\}", r"(\d+)") + "(block[.])?(.+)", ours)
     if found is None:
@@ -174,7 +174,7 @@ def _in_block(ours: str, model: ModelConfig) -> str:
     return BLOCK.format(model.num_layers + int(found[1])) + ("" if found[2] else IN_MODULE) + found[3]
 
 
-def _in_module(named: str, model: ModelConfig) -> str:
+def _in_module(named: str, model: ModelOptions) -> str:
     """Undo `_in_block`."""
     _, number, rest = named.split(".", 2)
     within = rest.removeprefix(IN_MODULE) if rest.startswith(IN_MODULE) else f"block.{rest}"
@@ -212,13 +212,13 @@ class Conversion(NamedTuple):
     """Conversion of options that have another form on each side.
 
     Attributes:
-        expressed: the fields of ModelConfig that `to_theirs` reads.
+        expressed: the fields of ModelOptions that `to_theirs` reads.
         to_theirs: returns fields of their configuration.
-        to_ours: returns fields of ModelConfig. ValueError if their configuration asks for another computation.
+        to_ours: returns fields of ModelOptions. ValueError if their configuration asks for another computation.
     """
 
     expressed: tuple[str, ...]
-    to_theirs: Callable[[ModelConfig], Options]
+    to_theirs: Callable[[ModelOptions], Options]
     to_ours: Callable[[PreTrainedConfig], Options]
 
 
@@ -230,10 +230,10 @@ class HuggingFaceModel:
         model_type, model_class: of config.json.
         prefix: of the base model's names, which files of the base model alone lack.
         tensors: rows of names. Files can hold the tensors of any row of ours; an export writes those of the first.
-        options: fields of ModelConfig -> fields of their configuration with the same value.
-        conversions: of the other options. All other fields of ModelConfig have their defaults, or `needed`.
+        options: fields of ModelOptions -> fields of their configuration with the same value.
+        conversions: of the other options. All other fields of ModelOptions have their defaults, or `needed`.
         required: fields of their configuration -> the values that ours computes; the first is that of a missing field.
-        needed: fields of ModelConfig -> the value that all its models have.
+        needed: fields of ModelOptions -> the value that all its models have.
         kinds: letters of --layer-pattern that its layers can have.
         buffers: ends of names in old files that are not weights.
         ignored: fields of their configuration that their model does not use.
@@ -242,7 +242,7 @@ class HuggingFaceModel:
         predicts: these are modules of multi-token prediction, and `tensors` has their names.
         activation_key: field of their configuration that names the activation.
         activations: activations of ours -> its names; an export has the first. Empty: that of the family alone.
-        class_options: fields of ModelConfig with the defaults of its class, where those of the family differ.
+        class_options: fields of ModelOptions with the defaults of its class, where those of the family differ.
         architecture: the family, which an import gives. A model of another one with the same traits is exported too.
         traits: of the family.
     """
@@ -267,11 +267,11 @@ class HuggingFaceModel:
     architecture: str = ""
     traits: Options = field(default_factory=dict)
 
-    def bias_names(self, model: ModelConfig) -> dict[int, str]:
+    def bias_names(self, model: ModelOptions) -> dict[int, str]:
         """Return the names of their routers' biases by number of the layer."""
         return {number: self.expert_bias.format(number) for number in model.expert_layers if self.expert_bias}
 
-    def names(self, ours: str, model: ModelConfig, held: Container[str] = ()) -> list[TensorNames]:
+    def names(self, ours: str, model: ModelOptions, held: Container[str] = ()) -> list[TensorNames]:
         """Return the rows of one of our tensors, of its block: one, or one for each expert.
 
         held: names of theirs. The row is the first with one of them, or else the first.
@@ -292,7 +292,7 @@ class HuggingFaceModel:
         return [row.theirs[0] for row in self.tensors if HEAD in row.ours]
 
     def split(
-        self, ours: Mapping[str, torch.Tensor], model: ModelConfig, held: Container[str] = ()
+        self, ours: Mapping[str, torch.Tensor], model: ModelOptions, held: Container[str] = ()
     ) -> dict[str, torch.Tensor]:
         """Return all of our tensors, or gradients of them, under their names and in their shapes. held: see `names`."""
         found: dict[str, torch.Tensor] = {}
@@ -302,7 +302,7 @@ class HuggingFaceModel:
         return found
 
     def join(
-        self, theirs: Mapping[str, torch.Tensor], names: Iterable[str], model: ModelConfig
+        self, theirs: Mapping[str, torch.Tensor], names: Iterable[str], model: ModelOptions
     ) -> dict[str, torch.Tensor]:
         """Return our tensors of these names, made of theirs."""
         found: dict[str, list[torch.Tensor]] = {}
@@ -311,7 +311,7 @@ class HuggingFaceModel:
                 found.setdefault(name, []).append(part)
         return {name: parts[0] if len(parts) == 1 else _joined(parts) for name, parts in found.items()}
 
-    def differences(self, model: ModelConfig) -> list[str]:
+    def differences(self, model: ModelOptions) -> list[str]:
         """Return the fields of `model` that this family cannot have."""
         usual = self.traits | self.needed
         found = [] if model.activation in (self.activations or {usual["activation"]}) else ["activation"]
@@ -321,14 +321,14 @@ class HuggingFaceModel:
         model = canonical(model)
         if "num_experts" in free and not model.num_experts:
             found.append("num_experts")
-        for each in fields(ModelConfig):
+        for each in fields(ModelOptions):
             if each.name not in free and getattr(model, each.name) != usual.get(each.name, each.default):
                 found.append(each.name)
         if not set(attention_kinds(model)) <= set(self.kinds):
             found = list(dict.fromkeys([*found, "layer_pattern"]))
         return found
 
-    def to_config(self, model: ModelConfig, ends: int | list[int] | None) -> PreTrainedConfig:
+    def to_config(self, model: ModelOptions, ends: int | list[int] | None) -> PreTrainedConfig:
         """Return the model's options as their configuration. ends: ids of tokens that end a text."""
         from transformers import AutoConfig
 
@@ -339,7 +339,7 @@ class HuggingFaceModel:
             values[self.activation_key] = self.activations[model.activation][0]
         return AutoConfig.for_model(self.model_type, **values | self.converted(model))
 
-    def converted(self, model: ModelConfig) -> Options:
+    def converted(self, model: ModelOptions) -> Options:
         """Return the options that have another form there. ValueError if these cannot have a value of `model`."""
         found: Options = {}
         for conversion in self.conversions:
@@ -347,14 +347,14 @@ class HuggingFaceModel:
         return found
 
     def from_config(self, config: PreTrainedConfig) -> Options:
-        """Return the fields of ModelConfig. ValueError if their configuration asks for another computation."""
+        """Return the fields of ModelOptions. ValueError if their configuration asks for another computation."""
         for key, values in self.required.items():
             if (found := getattr(config, key, values[0])) not in values:
                 can = " or ".join(map(str, values))
                 raise ValueError(f"config.json has {key} {found}; this version computes {can} only")
         ours = {ours: getattr(config, theirs) for ours, theirs in self.options.items()}
         ours = {
-            name: float(v) if v is not None and isinstance(getattr(ModelConfig, name), float) else v
+            name: float(v) if v is not None and isinstance(getattr(ModelOptions, name), float) else v
             for name, v in ours.items()
         }
         ours |= {"architecture": self.architecture, "untie_embeddings": not config.tie_word_embeddings}

@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megazero.engine.options.model_options import HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, ModelConfig
+from megazero.engine.options.model_options import HIGH_FREQUENCY, LOW_FREQUENCY, SLOW, ModelOptions
 from megazero.families.parts.model_types import Conversion, Options
 
 
 class Scaling(NamedTuple):
     """Keys of one rope_type."""
 
-    options: Mapping[str, str]  # their key -> field of ModelConfig
+    options: Mapping[str, str]  # their key -> field of ModelOptions
     fixed: Mapping[str, float] = {}  # their key -> the value that ours computes
 
 
@@ -30,7 +30,7 @@ SCALINGS = {  # by rope_type
 NULL_IS_MISSING = (*GROWTH, "beta_fast", "beta_slow")
 
 
-def rope_parameters(model: ModelConfig, partial: bool = False, by_kind: bool = False) -> Options:
+def rope_parameters(model: ModelOptions, partial: bool = False, by_kind: bool = False) -> Options:
     """Return a model's rotary positions as theirs.
 
     Args:
@@ -50,7 +50,7 @@ def rope_parameters(model: ModelConfig, partial: bool = False, by_kind: bool = F
 
 
 def rotary_options(given: Mapping[str, Any], partial: bool = False, longest: int = 0) -> Options:
-    """Return the fields of ModelConfig for rope_parameters, those of all layers or those by kind.
+    """Return the fields of ModelOptions for rope_parameters, those of all layers or those by kind.
 
     Args:
         partial: whether their class can rotate a part of each head.

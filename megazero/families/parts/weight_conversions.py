@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 from megazero.families.parts.model_types import Conversion, Options, attention_kinds, pattern_of
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ DENSE_OR_SPARSE = ("dense", "sparse")
 # -- Windows and kinds of layers
 
 
-def _windows(model: ModelConfig) -> Options:
+def _windows(model: ModelOptions) -> Options:
     kinds = [LOCAL if kind == "L" else GLOBAL for kind in attention_kinds(model)]
     return {"sliding_window": model.window_size or None, "layer_types": kinds}
 
 
-def _qwen_windows(model: ModelConfig) -> Options:
+def _qwen_windows(model: ModelOptions) -> Options:
     found = _windows(model)
     if not model.window_size:
         return found | {"use_sliding_window": False}
@@ -82,7 +82,7 @@ def _head_dim(config: PreTrainedConfig) -> Options:
     return {"kv_channels": 0 if found == usual else found}
 
 
-def _other_head_dim(model: ModelConfig) -> Options:
+def _other_head_dim(model: ModelOptions) -> Options:
     return {"head_dim": model.head_dim} if model.head_dim * model.num_attention_heads != model.hidden_size else {}
 
 
@@ -106,7 +106,7 @@ def _from_latent_heads(config: PreTrainedConfig) -> Options:
     return {"q_lora_rank": config.q_lora_rank or 0, "num_query_groups": 0}
 
 
-def _gemma_scores(model: ModelConfig) -> Options:
+def _gemma_scores(model: ModelOptions) -> Options:
     scalar = round(model.attention_scale**-2) if model.attention_scale else model.head_dim
     if model.attention_scale and not math.isclose(scalar**-0.5, model.attention_scale):
         raise ValueError(
@@ -151,12 +151,12 @@ def _from_sparse_layers(config: PreTrainedConfig) -> Options:
     return {"moe_layer_freq": pattern_of(letters) if "D" in letters else "1"}
 
 
-def _sparse_layers(model: ModelConfig) -> Options:
+def _sparse_layers(model: ModelOptions) -> Options:
     dense = [number for number in range(model.num_layers) if not model.has_experts(number)]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def _first_dense(model: ModelConfig) -> Options:
+def _first_dense(model: ModelOptions) -> Options:
     dense = next((n for n in range(model.num_layers) if model.has_experts(n)), model.num_layers)
     if not all(map(model.has_experts, range(dense, model.num_layers))):
         raise ValueError(
@@ -185,7 +185,7 @@ def _from_shared_experts(config: PreTrainedConfig) -> Options:
     return {"moe_shared_expert_intermediate_size": (config.n_shared_experts or 0) * config.moe_intermediate_size}
 
 
-def _shared_experts(model: ModelConfig) -> Options:
+def _shared_experts(model: ModelOptions) -> Options:
     width, each = model.moe_shared_expert_intermediate_size, model.expert_size
     if not width or width % each:
         raise ValueError(

@@ -74,7 +74,7 @@ def choose(flag: ForeignFlag) -> list[str]:
 
 
 def model_types() -> dict[str, str]:
-    """Return the words of ours for each model_type: its family, and what its class has by default besides."""
+    """Return the words of ours for each model_type: its family, and options that its class has by default besides."""
     words = {}
     for family in FAMILIES.values():
         for row in family.models:

@@ -1,12 +1,12 @@
 """Choose the class of transformers that computes a model."""
 
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 from megazero.families import MODELS as MODELS
 from megazero.families.parts.model_types import HuggingFaceModel
 from megazero.flags.flag_names import as_flag
 
 
-def family_of(model: ModelConfig, source_type: str = "") -> HuggingFaceModel:
+def family_of(model: ModelOptions, source_type: str = "") -> HuggingFaceModel:
     """Return the row that computes the same as `model`: that of its source, of its family, or another.
 
     Args:

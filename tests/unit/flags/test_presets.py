@@ -187,7 +187,7 @@ def test_a_preset_is_planned(name: str, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.second
 @for_each("name", [name for name, model in PUBLISHED.items() if model.weights])
 def test_published_models_have_their_weights(name: str) -> None:
-    """As many as transformers' class of the exported configuration, on the meta device."""
+    """So has transformers' class of the exported configuration, on the meta device."""
     import transformers
 
     model, weights = published(name), PUBLISHED[name].weights

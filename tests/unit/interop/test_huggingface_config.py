@@ -242,7 +242,7 @@ def test_classes_without_kinds_of_layers_refuse_them(model_type: str, tmp_path: 
 
 
 REFUSED_TYPES = (
-    ({"model_type": "arcee"}, "'arcee'; known are gpt2, .* docs/extending.md shows"),  # --activation squared-relu
+    ({"model_type": "seed_oss"}, "'seed_oss'; known are gpt2, .* docs/extending.md shows"),
     ({"model_type": "nemotron"}, "'nemotron', which has LayerNorms that add 1 to their weights"),
     ({"model_type": "minicpm3"}, "'minicpm3', which has LongRoPE positions; .* docs/extending.md shows"),
     ({"model_type": "a_type_of_next_year"}, "'a_type_of_next_year'; known are gpt2, .* docs/extending.md shows"),

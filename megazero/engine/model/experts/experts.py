@@ -25,7 +25,7 @@ from megazero.engine.model.layers.context import Context, MicroBatchInfo
 from megazero.engine.model.layers.linear import Residual
 from megazero.engine.model.layers.norm import Norm
 from megazero.engine.model.layers.weight import GradWriter, WeightedModule, handle_of
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 
 
 class GroupedLinear(WeightedModule):
@@ -110,7 +110,7 @@ class GroupedLinear(WeightedModule):
 class ExpertMLPs(nn.Module):
     """E MLPs of one width, or one: weight * down(activation(up(x))), with a weight per row. Below autograd."""
 
-    def __init__(self, model: ModelConfig, context: Context, width: int, experts: int = 0) -> None:
+    def __init__(self, model: ModelOptions, context: Context, width: int, experts: int = 0) -> None:
         super().__init__()
         h, name = model.hidden_size, model.activation
         out, dim = ((2, width), 1) if name in GATED else ((width,), 0)
@@ -155,7 +155,7 @@ def _scaled(x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
 class Gate(WeightedModule):
     """sigmoid(x @ weight.T), the factor of the shared expert, in fp32 or wider. Below autograd."""
 
-    def __init__(self, model: ModelConfig, context: Context) -> None:
+    def __init__(self, model: ModelOptions, context: Context) -> None:
         super().__init__()
         self.weight = context.weight(1, model.hidden_size, std=model.init_method_std, decays=True, summed=("tp",))
 
@@ -179,7 +179,7 @@ class Experts(nn.Module):
     tokens, and sums over the same ranks, if experts are divided over tp: `together`.
     """
 
-    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+    def __init__(self, model: ModelOptions, number: int, context: Context) -> None:
         super().__init__()
         self.context = context
         self.router = Router(model, number, context)

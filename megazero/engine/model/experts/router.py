@@ -40,7 +40,7 @@ from megazero.engine.mesh.collectives import MAX
 from megazero.engine.model.dispatch import Choices, Dispatch
 from megazero.engine.model.layers.context import Context, MicroBatchInfo
 from megazero.engine.model.layers.weight import GradWriter, WeightedModule
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 from megazero.engine.plan.layout.layers import ROUTER_SUMS
 
 GROUP_BEST = 2  # experts whose scores make that of their group
@@ -50,7 +50,7 @@ GROUP_BEST = 2  # experts whose scores make that of their group
 class ExpertScores:
     """The scores of a model's routers, of logits [T, E]."""
 
-    model: ModelConfig
+    model: ModelOptions
 
     @property
     def _sigmoid(self) -> bool:
@@ -149,7 +149,7 @@ class Router(WeightedModule):
         bias: added to the scores for the choice, [E] fp64, see `Routers`; None: nothing is.
     """
 
-    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+    def __init__(self, model: ModelOptions, number: int, context: Context) -> None:
         super().__init__()
         self.model, self.number, self.context = model, number, context
         self.experts, self.top, self.scores = model.num_experts, model.moe_router_topk, ExpertScores(model)

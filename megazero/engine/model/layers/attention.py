@@ -47,7 +47,7 @@ from megazero.engine.model.layers.linear import (
 from megazero.engine.model.layers.norm import NORMS, Norm
 from megazero.engine.model.layers.sinks import Sinks
 from megazero.engine.model.scores import PLAIN, Scores
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Attention(nn.Module):
     proj: RowLinear
     watch: Callable[[Attention, Sequence[torch.Tensor], MicroBatchInfo], None] | None = None
 
-    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+    def __init__(self, model: ModelOptions, number: int, context: Context) -> None:
         super().__init__()
         self.context, self.number = context, number
         scores = Scores.of(model, number)
@@ -259,7 +259,7 @@ class Attention(nn.Module):
 class FusedAttention(Attention):
     """GPT-2's: one weight for queries, keys and values; positions are added to embeddings, not here."""
 
-    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+    def __init__(self, model: ModelOptions, number: int, context: Context) -> None:
         super().__init__(model, number, context)
         h, n, d = model.hidden_size, model.num_attention_heads, model.head_dim
         std, biases = model.init_method_std, model.linear_biases
@@ -282,7 +282,7 @@ class GroupedAttention(Attention):
     ranks' gradients are summed.
     """
 
-    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+    def __init__(self, model: ModelOptions, number: int, context: Context) -> None:
         super().__init__(model, number, context)
         h, n, g, tp = model.hidden_size, model.num_attention_heads, model.query_groups, context.tp.size
         d, std, biases = model.head_dim, model.init_method_std, model.linear_biases

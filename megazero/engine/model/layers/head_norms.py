@@ -11,7 +11,7 @@ from megazero.engine.kernels.eager import Tensors, wide
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.norm import Norm
 from megazero.engine.model.layers.weight import WeightedModule
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 
 
 class EachHead(NamedTuple):
@@ -48,7 +48,7 @@ class HeadsWeight(WeightedModule):
             sum over its elements has `share` of them from each rank.
     """
 
-    def __init__(self, model: ModelConfig, context: Context, heads: int, held: slice | None = None) -> None:
+    def __init__(self, model: ModelOptions, context: Context, heads: int, held: slice | None = None) -> None:
         super().__init__()
         d = model.head_dim
         self.context, self.eps, self.width = context, model.norm_epsilon, heads * d

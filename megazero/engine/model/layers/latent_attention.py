@@ -42,7 +42,7 @@ from megazero.engine.model.layers.linear import (
 )
 from megazero.engine.model.layers.norm import Norm, RMSNorm
 from megazero.engine.model.layers.weight import handle_of
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 
 LATENT_EPSILON = 1e-6  # of the norms of latents with any --norm-epsilon, as in published models
 
@@ -50,7 +50,7 @@ LATENT_EPSILON = 1e-6  # of the norms of latents with any --norm-epsilon, as in 
 class LatentAttention(Attention):
     """Latent attention of a block; see the module."""
 
-    def __init__(self, model: ModelConfig, number: int, context: Context) -> None:
+    def __init__(self, model: ModelOptions, number: int, context: Context) -> None:
         super().__init__(model, number, context)
         h, n, std = model.hidden_size, model.num_attention_heads, model.init_method_std
         self.rank, self.rotary_dim, self.value_dim = model.kv_lora_rank, model.qk_pos_emb_head_dim, model.v_head_dim
@@ -104,7 +104,7 @@ class LatentAttention(Attention):
         return rows_onto(x, (y,), ResidualRows((self.proj,), (None,), residual, tokens.dropout_rows))
 
 
-def gathers_latents(model: ModelConfig, heads: int, ring: bool) -> bool:
+def gathers_latents(model: ModelOptions, heads: int, ring: bool) -> bool:
     """Return whether context-parallel ranks gather latents: narrower than keys and values of a rank's heads."""
     return not ring and model.kv_lora_rank + model.qk_pos_emb_head_dim < 2 * heads * model.head_dim
 

@@ -11,7 +11,7 @@ import torch.nn as nn
 from megazero.engine.kernels.eager import wide
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.weight import WeightedModule, handle_of
-from megazero.engine.options.model_options import ModelConfig, NormName
+from megazero.engine.options.model_options import ModelOptions, NormName
 
 
 class Norm(WeightedModule):
@@ -21,7 +21,7 @@ class Norm(WeightedModule):
     mean = 1.0  # every initial weight
 
     def __init__(
-        self, model: ModelConfig, context: Context, width: int | None = None, summed: Iterable[str] = ()
+        self, model: ModelOptions, context: Context, width: int | None = None, summed: Iterable[str] = ()
     ) -> None:
         """`summed`: axes over which ranks norm parts of one token, such as its heads; see `Context.weight`."""
         super().__init__()

@@ -14,13 +14,13 @@ import torch
 from megazero.engine.kernels.eager import unseen, wide
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.weight import WeightedModule
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 
 
 class Sinks(WeightedModule):
     """The sinks of a layer's heads, sharded over tp like them."""
 
-    def __init__(self, model: ModelConfig, context: Context) -> None:
+    def __init__(self, model: ModelOptions, context: Context) -> None:
         super().__init__()
         self.weight = context.weight(model.num_attention_heads, sharded={0: "tp"}, std=model.init_method_std)
 

@@ -17,7 +17,7 @@ from megazero.engine.mesh.collectives import MAX, AsyncTensor
 from megazero.engine.model.layers.context import Context
 from megazero.engine.model.layers.norm import Norm
 from megazero.engine.model.layers.weight import GradWriter, Weight, handle_of
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 
 
 class VocabularyTable(nn.Module):
@@ -26,7 +26,7 @@ class VocabularyTable(nn.Module):
     The last rows of a rank's part may be padding, which is no token.
     """
 
-    def __init__(self, model: ModelConfig, context: Context) -> None:
+    def __init__(self, model: ModelOptions, context: Context) -> None:
         super().__init__()
         self.context = context
         v, h, std = model.vocab_size, model.hidden_size, model.init_method_std

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from megazero.engine.options.model_options import ModelConfig
+from megazero.engine.options.model_options import ModelOptions
 from megazero.engine.options.schema import ActivationConfig
 from megazero.engine.plan.layout.parameters import ParamSpec, unit_of
 from megazero.engine.plan.layout.topology import Layout
@@ -34,7 +34,7 @@ class Use(Enum):
 class Declare(Protocol):
     """Return the layers of a model, declared for `tp` tensor-parallel ranks."""
 
-    def __call__(self, model: ModelConfig, tp: int = 1) -> Layers: ...
+    def __call__(self, model: ModelOptions, tp: int = 1) -> Layers: ...
 
 
 class End(Enum):
