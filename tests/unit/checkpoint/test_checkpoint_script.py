@@ -17,6 +17,7 @@ from megazero.console import checkpoint_tool
 from megazero.flags.config import ModelConfig
 from megazero.run.run_state import RunState
 from megazero.units import size
+from tests.helpers.families import of_family
 from tests.helpers.programs import warm
 from tests.helpers.table import for_each
 
@@ -114,7 +115,7 @@ def test_what_is_made_of_checkpoints_is_reported_with_its_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Stand-ins replace the writing. 2 layers, 24 hidden, 40 in MLPs, 50 tokens in a table that is the head too."""
-    model = ModelConfig(2, 24, 40, 3, 10, 50, architecture="llama")
+    model = ModelConfig(2, 24, 40, 3, 10, 50, **of_family("llama"))
     state = RunState(1, 2, 3, None, asdict(model), {}, {"training": {"precision": "fp64"}})
     monkeypatch.setattr(checkpoint_tool, "found_checkpoint", lambda path: path)
     monkeypatch.setattr(RunState, "read", lambda path: state)
