@@ -100,7 +100,7 @@ def _texts(options: type) -> dict[str, str]:
     """Return the docstring of each field of a dataclass, in one line."""
     import docstring_parser
 
-    parts = [part for part in options.__mro__[::-1] if dataclasses.is_dataclass(part) and part.__module__ != __name__]
+    parts = [part for part in reversed(options.__mro__) if dataclasses.is_dataclass(part)]
     params = [param for part in parts for param in docstring_parser.parse_from_object(part).params]
     return {param.arg_name: in_own_words(" ".join((param.description or "").split())) for param in params}
 

@@ -19,13 +19,14 @@ from megazero.engine.model.context_parallel.dealt import DealtTokens
 from megazero.engine.model.layers.attention import CoreAttention
 from megazero.engine.model.scores import Scores
 from megazero.engine.plan.layout.topology import Layout
+from megazero.families.parts.relatives import SMALL_LATENTS
 from megazero.flags.config import ModelConfig
 from megazero.generation.generate import Generator, NewTokens, Text
 from megazero.generation.kv_cache import KVCache, attend_prompt
 from megazero.generation.model import InferenceModel
 from megazero.generation.sampling import Sampling
 from tests import reference
-from tests.helpers.families import LATENT, of_family
+from tests.helpers.families import of_family
 from tests.helpers.ranks import Ranks
 from tests.parallel.cases import MODEL, Case, new_engine
 
@@ -34,7 +35,7 @@ LENGTH, WORDS, NEW = MODEL.seq_length, MODEL.vocab_size, 9
 GPT2 = replace(MODEL, num_layers=2, init_method_std=0.4, untie_embeddings=True)
 LLAMA = replace(GPT2, num_layers=3, **of_family("llama"), num_query_groups=2)
 IN_TURNS = replace(LLAMA, window_size=4, layer_pattern="LLG", attention_scale=0.3)
-LATENTS = replace(LLAMA, num_query_groups=0, **LATENT)
+LATENTS = replace(LLAMA, num_query_groups=0, **SMALL_LATENTS)
 CAPPED = replace(IN_TURNS, attention_softcap=0.8, window_size=5)
 SINKS = replace(IN_TURNS, **of_family("gpt-oss"), num_experts=4, ffn_hidden_size=24)
 # Of one token, fewer than ranks, as many as a window of the model, and more.

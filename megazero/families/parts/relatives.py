@@ -47,11 +47,11 @@ SMALL_EXPERTS: Options = SMALL_GROUPS | {"num_experts": 6, "moe_router_topk": 3,
 SMALL_EXPERTS |= {"moe_layer_freq": "EDE"}
 SMALL_OLMO: Options = SMALL_GROUPS | {"qk_layernorm": True, "qk_norm_all_heads": True, "untie_embeddings": True}
 SMALL_GEMMA: Options = SMALL_GROUPS | {"kv_channels": 14, "attention_scale": 1 / 3}
-SMALL_DEEPSEEK: Options = {
+SMALL_LATENTS: Options = {
     **{"multi_latent_attention": True, "q_lora_rank": 28, "kv_lora_rank": 20, "qk_head_dim": 10},
     **{"qk_pos_emb_head_dim": 6, "v_head_dim": 12, "rotary_interleaved": True, "untie_embeddings": True},
-    **{"moe_router_topk": 3, "moe_ffn_hidden_size": 28, "moe_layer_freq": "DEEE"},
 }
+SMALL_DEEPSEEK: Options = SMALL_LATENTS | {"moe_router_topk": 3, "moe_ffn_hidden_size": 28, "moe_layer_freq": "DEEE"}
 
 # -- rows in transformers
 

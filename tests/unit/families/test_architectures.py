@@ -1,11 +1,14 @@
 """Architectures on the command line: defaults, refusals, declarations of layers."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megazero import families
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.parameters import unit_layout
 from megazero.families import FAMILIES
@@ -164,9 +167,17 @@ def test_latent_heads_that_flash_attention_lacks_are_refused() -> None:
     check_device(parse(f"{line} 128".split()), "cuda")
 
 
-def test_options_of_architectures_are_flags_of_the_model() -> None:
+def test_options_of_families_are_flags_of_the_model() -> None:
     for family in FAMILIES.values():
         assert all(flags()[name].group == "model" for name in family.defaults)
+    assert next(iter(FAMILIES)) == "gpt2" and len(FAMILIES) == len(list(Path(families.__path__[0]).glob("[a-z]*.py")))
+
+
+def test_a_command_line_imports_neither_torch_nor_transformers() -> None:
+    """It reads the families."""
+    code = "import sys, megazero.flags.cli; print(sorted({'transformers', 'torch', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @for_each(("architecture", "d"), [("llama", 8), ("llama", 20), ("qwen3", 20)])
