@@ -285,7 +285,7 @@ def damaged(folder: Path, change: str) -> None:
         ("other activation", "config.json has activation_function quick_gelu; this version computes gelu, "),
         (
             "other architecture",
-            "its model_type is 'bert', which has attention to later tokens; known are gpt2, .*, llama, ",
+            "its model_type is 'bert', which has attention to later tokens; known are gpt2, llama, ",
         ),
         ("more layers", "missing transformer.h.3.ln_1.weight, transformer.h.3.ln_1.bias, .* and 9 more, unknown none"),
         ("fewer layers", "missing none, unknown transformer.h.2.attn.c_attn.bias, .* and 9 more"),
