@@ -28,7 +28,7 @@ RESOLVED |= {"seq_length": "max_positions"}
 OF_TRAINING = {"architecture", "hidden_dropout", "attention_dropout", "init_method_std", "max_position_embeddings"}
 OF_TRAINING |= {"moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"}
 OF_TRAINING |= {"mtp_num_layers", "mtp_loss_scaling_factor"}  # an export leaves modules out that it has no place for
-# Prefixes of names: of a block, of a module of multi-token prediction, of its own weights in the rows of a block.
+# Beginnings of names in a block, in a module of multi-token prediction, and of its own weights in the rows of a block.
 BLOCK, MODULE, IN_MODULE = "blocks.{}.", "head.mtp.{}.", "mtp."
 
 
@@ -228,10 +228,10 @@ class HuggingFaceModel:
 
     Attributes:
         model_type, model_class: of config.json.
-        prefix: of the base model's names, which files of the base model alone lack.
+        prefix: begins the base model's names; files of the base model alone lack it.
         tensors: rows of names. Files can hold the tensors of any row of ours; an export writes those of the first.
         options: fields of ModelOptions -> fields of their configuration with the same value.
-        conversions: of the other options. All other fields of ModelOptions have their defaults, or `needed`.
+        conversions: for other options. All other fields of ModelOptions have their defaults, or `needed`.
         required: fields of their configuration -> the values that ours computes; the first is that of a missing field.
         needed: fields of ModelOptions -> the value that all its models have.
         kinds: letters of --layer-pattern that its layers can have.
@@ -244,7 +244,7 @@ class HuggingFaceModel:
         activations: activations of ours -> its names; an export has the first. Empty: that of the family alone.
         class_options: fields of ModelOptions with the defaults of its class, where those of the family differ.
         architecture: the family, which an import gives. A model of another one with the same traits is exported too.
-        traits: of the family.
+        traits: the family's.
     """
 
     model_type: str

@@ -16,6 +16,7 @@ from megazero.flags.cli import parse
 from megazero.flags.config import ActivationConfig, ModelConfig
 from megazero.flags.flag_names import flags, to_toml
 from megazero.flags.pipeline_split import layer_costs
+from megazero.flags.presets import over_defaults, preset_values
 from megazero.flags.resolve import resolve
 from megazero.flags.validate import check_device
 from megazero.planner.trace.trace import model_flops, trace_block
@@ -44,6 +45,17 @@ def test_an_architecture_brings_its_defaults(tmp_path: Path) -> None:
     assert parse(["--preset", str(preset)]).model == saved.model
 
 
+def test_an_activation_that_is_auto_is_the_familys(tmp_path: Path) -> None:
+    preset = tmp_path / "mine.toml"
+    for activation in ("relu", "auto"):
+        preset.write_text(f'architecture = "gemma"\nactivation = "{activation}"\n')
+        named = parse(["--preset", str(preset)]).model
+        assert named.activation == ("relu" if activation == "relu" else "geglu-tanh")
+        assert parse(["--preset", str(preset), "--activation", "auto"]).model.activation == "geglu-tanh"
+        assert over_defaults(preset_values(str(preset))).model == named
+    assert parse(["--preset", str(preset), "--architecture", "llama"]).model.activation == "swiglu"
+
+
 def test_qwen3_is_llama_with_norms_of_queries_and_keys() -> None:
     qwen3, llama = parse(["--architecture", "qwen3"]).model, parse(["--architecture", "llama"]).model
     assert qwen3 == replace(llama, **of_family("qwen3"), qk_layernorm=True, rotary_base=1e6)
@@ -62,6 +74,18 @@ def test_heads_have_a_width_of_their_own(architecture: str) -> None:
     assert shapes["blocks.0.attention.proj.weight"] == (60, 8 * 24)
     usual = declare(replace(config.model, num_attention_heads=3, kv_channels=0)).kinds["blocks.0"].params
     assert shapes.keys() == {spec.name for spec in usual}
+
+
+@for_each("architecture", ["gpt2", "llama", "parallel"])
+def test_biases_are_those_of_the_option(architecture: str) -> None:
+    qkv = ("qkv",) if architecture == "gpt2" else ("query", "kv")
+    layers = {"qkv": {f"attention.{name}.bias" for name in qkv}, "proj": {"attention.proj.bias"}}
+    layers |= {"mlp": {"mlp.up.bias", "mlp.down.bias"}, "logits": {"head.output_bias"}}
+    for names in ((), *((name,) for name in layers), tuple(layers)):
+        model = replace(LLAMA, **of_family(architecture) | {"norm": "rmsnorm", "linear_biases": names})
+        found = {spec.name.removeprefix("blocks.0.") for kind in declare(model).kinds.values() for spec in kind.params}
+        wanted = {bias for name in names for bias in layers[name]}
+        assert {name for name in found if name.endswith("bias")} == wanted
 
 
 @for_each(("architecture", "biases"), [("llama", False), ("parallel", True)])

@@ -481,7 +481,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         {"hidden_size": 97, "num_attention_heads": 12},
         1,
         9,
-        "--hidden-size 97 is .* --num-attention-heads 12; use 1 attention head$",
+        "--hidden-size 97 is .* --num-attention-heads 12; use 1 head$",
     ),
     (
         {"tensor_model_parallel_size": 5},
