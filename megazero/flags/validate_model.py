@@ -38,35 +38,6 @@ def _families(fit: Callable[[ModelConfig], bool]) -> str:
     return ", ".join(name for name, family in FAMILIES.items() if fit(ModelConfig(**family.traits)))
 
 
-# Flags that layers with rotary positions read, and those of latent attention
-ROTARY = (
-    *("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads"),
-    *("rotary-base", "rotary-percent", "rotary-interleaved", "local-rotary-base"),
-    *("rope-scaling-factor", "rope-scaling-type", "rope-trained-length", "beta-fast", "mscale", "mscale-all-dim"),
-    "yarn-correction-range-round-to-int",
-)
-LATENT = ("multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
-
-
-def layer_flags(model: ModelConfig) -> tuple[str, ...]:
-    """Return the flags that layers with the traits of a model read, and that those of some other family do not."""
-    if model.learned_positions:
-        return ()
-    # Latent attention has no biases and no sinks, and comes before the MLP.
-    biases = {"qkv", "proj"} & {*model.linear_biases}
-    plain = not (biases or model.attention_sinks or model.parallel_norms or model.norm_place == "around")
-    return ROTARY + LATENT if plain and model.norm == "rmsnorm" else ROTARY
-
-
-def _takes_experts(model: ModelConfig) -> bool:
-    return not model.parallel_norms and "mlp" not in model.linear_biases
-
-
-def _families(fit: Callable[[ModelConfig], bool]) -> str:
-    """Return the names of the families whose traits fit."""
-    return ", ".join(name for name, family in FAMILIES.items() if fit(ModelConfig(**family.traits)))
-
-
 def split_widths(model: ModelConfig, expert_tp: int = 0) -> dict[str, int]:
     """Return the widths that tensor-parallel ranks share, by flag. expert_tp: of the experts; 0: the same ranks."""
     widths = {"num-attention-heads": model.num_attention_heads}
