@@ -154,8 +154,8 @@ def tiny() -> Config:
 class Measured:
     """Times of several rounds, by the number of ranks that computed at once.
 
-    Of CPU seconds the median counts: other work takes none of them, but caches, as it does from a step. Of a
-    collective's seconds the least counts, for other work makes it wait.
+    The median of CPU seconds counts: other work takes none of them, but caches, as it does from a step. The least
+    seconds of a collective count, because other work makes it wait.
     """
 
     def __init__(self) -> None:

@@ -107,7 +107,7 @@ def pytest_make_collect_report(
 
 
 def skip_without_package(report: Any, file: Path, line: int, error: BaseException | None = None) -> Any:
-    """Of several rows of a table that fail (tests/helpers/table.py), each lacks a package, or the test fails."""
+    """Skip a test that fails without a package, unless a row of its table (tests/helpers/table.py) fails with all."""
     if report.failed:
         rows = [" ".join(traceback.format_exception(row)) for row in rows_of(error)] or [report.longreprtext]
         absent = {package for package in EXTRAS if importlib.util.find_spec(package) is None}

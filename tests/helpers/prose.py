@@ -47,7 +47,7 @@ RULES = [
         r"\b(anew|afresh|thereof|lest|amiss|somebody|nobody|in its stead|under way)\b",
         "again; because; a plain word",
     ),
-    (r"(?<=[.:;] )Of (a|an|the|all|each|these|those)\b", "the subject first"),
+    (r"(?<=[.:;] )(?-i:Of) (a|an|the|all|each|these|those)\b", "the subject first"),
     (r"\bneeds? (it|them) not\b|\b(is|are) void\b", "does not need; is invalid"),
     (r"\b(settles?|settled|adopts?|adopted|laden|doomed)\b", "the field's word"),
 ]

@@ -43,7 +43,7 @@ def test_each_second_has_one_cause(tmp_path: Path) -> None:
     """Start at 1000, after 6 s; killed; again at 1200, after 10 s without a process and 8 s; the end at 1300.
 
     The run took 306 s: 4 steps of 50 s are kept, 30 s of steps were repeated. 14 s of starts and 10 s without a process
-    leave 52 s. Of these, 11 s are saves (2 + 3 + 6), 7 s evaluation, 1 s a copy to memory: 33 s have no known cause.
+    leave 52 s: 11 s are saves (2 + 3 + 6), 7 s evaluation, 1 s a copy to memory, and 33 s have no known cause.
     """
     first = start(1000.0, 0, process=2.0, joining=4.0)
     again = start(1200.0, 2, process=2.5, joining=5.5) | {"lost_iterations": 1, "lost_seconds": 30.0}

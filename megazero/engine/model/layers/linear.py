@@ -112,7 +112,7 @@ Grads = Sequence[tuple[torch.Tensor, torch.Tensor | None]]
 class NormedColumns(NamedTuple):
     """Column-linear layers with the same input norm(x) [T', in]. It is gathered once, and its gradient summed once.
 
-    Of a sharded stream only this rank's tokens are saved. Backward gathers them again while the input gradient is
+    If the stream is sharded, only this rank's tokens are saved. Backward gathers them again while the input gradient is
     computed, and sums that while the weight gradients are computed.
     """
 
