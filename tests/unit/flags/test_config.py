@@ -475,7 +475,7 @@ REFUSALS: list[tuple[dict[str, Any], int, int, str]] = [
         {"hidden_size": 1024, "num_attention_heads": 15},
         1,
         9,
-        "--hidden-size 1024 .* --num-attention-heads 15; use 16 attention heads$",
+        "--hidden-size 1024 .* --num-attention-heads 15; use 16 heads$",
     ),
     (
         {"hidden_size": 97, "num_attention_heads": 12},
