@@ -4,19 +4,13 @@ import math
 import re
 from collections.abc import Callable
 
+from megazero.engine.options.option import Role
 from megazero.families import FAMILIES
 from megazero.flags.config import Config, ModelConfig
-from megazero.flags.flag_names import as_flag, flags, value_of
+from megazero.flags.flag_names import as_flag, flags, flags_with, value_of
 from megazero.flags.limit_checks import divisors, shorten
 
-# Flags that layers with rotary positions read, and those of latent attention
-ROTARY = (
-    *("num-query-groups", "add-qkv-bias", "qk-layernorm", "qk-norm-all-heads"),
-    *("rotary-base", "rotary-percent", "rotary-interleaved", "local-rotary-base"),
-    *("rope-scaling-factor", "rope-scaling-type", "rope-trained-length", "beta-fast", "mscale", "mscale-all-dim"),
-    "yarn-correction-range-round-to-int",
-)
-LATENT = ("multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+ROTARY, LATENT = flags_with(Role.ROTARY), flags_with(Role.LATENT)
 
 
 def layer_flags(model: ModelConfig) -> tuple[str, ...]:
@@ -220,7 +214,7 @@ def _check_latents(config: Config) -> None:
     """Refuse flags of heads that latent attention has not, and its own flags without it."""
     model, defaults = config.model, FAMILIES[config.model.architecture].defaults
     known, having = flags(), model.multi_latent_attention
-    of_latents = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+    of_latents = [name for name in LATENT if name != "multi-latent-attention"]
     of_others = ("num-query-groups", "kv-channels", "add-qkv-bias", "qk-layernorm", "rotary-percent")
     way_out = "drop it" if having else "add --multi-latent-attention, or drop it"
     for name in of_others if having else of_latents:

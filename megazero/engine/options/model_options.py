@@ -72,20 +72,27 @@ class ModelOptions:
     activation: Annotated[Literal["auto", ActivationName], Role.TRAIT] = "gelu-tanh"
     """Activation of the MLPs. swiglu, geglu-tanh and swiglu-clamped are gated: the MLP has three matrices. auto: the
     architecture's."""
-    num_query_groups: Annotated[int, Bounds(0, 2**20, FEW)] = 0
+    num_query_groups: Annotated[int, Bounds(0, 2**20, FEW), Role.ROTARY] = 0
     """Groups of attention heads that share keys and values. 0: one per head. Not for gpt2."""
     kv_channels: Annotated[int, Bounds(0, 2**16, "no published model has as wide heads")] = 0
     """Width of an attention head. 0: --hidden-size / --num-attention-heads."""
-    rotary_base: Annotated[float, Bounds(1, 1e12, "no published model has a longer wavelength", least_open=True)] = 1e4
+    rotary_base: Annotated[
+        float, Bounds(1, 1e12, "no published model has a longer wavelength", least_open=True), Role.ROTARY
+    ] = 1e4
     """Base of the rotary frequencies (theta); llama 3 has 500000. Not for gpt2."""
-    rope_scaling_factor: Annotated[float, Bounds(1, 1e6, "no published model is stretched as far"), Written("F")] = 1.0
+    rope_scaling_factor: Annotated[
+        float, Bounds(1, 1e6, "no published model is stretched as far"), Written("F"), Role.ROTARY
+    ] = 1.0
     """Factor by which rotary wavelengths are stretched for contexts longer than --rope-trained-length, in the way of
     --rope-scaling-type. 1: none. Not for gpt2."""
-    rope_scaling_type: Annotated[RopeScaling, Requires("rope-scaling-factor")] = "llama3"
+    rope_scaling_type: Annotated[RopeScaling, Requires("rope-scaling-factor"), Role.ROTARY] = "llama3"
     """Wavelengths that --rope-scaling-factor stretches. llama3: long ones, as in Llama 3.1. linear: all, as in Gemma 3.
     yarn: long ones, and queries and keys grow by 0.1 ln(factor) + 1, as in OLMo 3. Not for gpt2."""
     rope_trained_length: Annotated[
-        int, Bounds(1, 2**24, "no published model was trained on a longer context"), Requires("rope-scaling-factor")
+        int,
+        Bounds(1, 2**24, "no published model was trained on a longer context"),
+        Requires("rope-scaling-factor"),
+        Role.ROTARY,
     ] = 8192
     """Context length before --rope-scaling-factor. llama3 and yarn stretch the wavelengths that are long compared with
     it. Not for gpt2."""
@@ -94,19 +101,25 @@ class ModelOptions:
     ] = 0
     """Context length of the model's exports to Hugging Face, if positions are rotary and it is more than --seq-length.
     It changes no result. 0: --seq-length. --hf-config and a Hugging Face folder as --load set it to theirs."""
-    rotary_percent: Annotated[float, Bounds(0, 1, "a head has no more dims", least_open=True), Role.FAMILY] = 1.0
+    rotary_percent: Annotated[
+        float, Bounds(0, 1, "a head has no more dims", least_open=True), Role.FAMILY, Role.ROTARY
+    ] = 1.0
     """Share of each head that is rotated: its first dims, rounded down. Pythia has 0.25. Not for gpt2."""
-    rotary_interleaved: Annotated[bool, Role.FAMILY] = False
+    rotary_interleaved: Annotated[bool, Role.FAMILY, Role.ROTARY] = False
     """Rotate dims 2 i and 2 i + 1 of a head together, as in GPT-J. By default dims i and i + half of them are. Not for
     gpt2."""
     local_rotary_base: Annotated[
-        float, Bounds(0, 1e12, "no published model has a longer wavelength"), Role.FAMILY, Requires("window-size")
+        float,
+        Bounds(0, 1e12, "no published model has a longer wavelength"),
+        Role.FAMILY,
+        Requires("window-size"),
+        Role.ROTARY,
     ] = 0.0
     """Rotary base of the layers with a sliding window, which then have no scaling, as in Gemma 3. 0: that of the other
     layers. Not for gpt2."""
-    add_qkv_bias: Annotated[bool, Role.FAMILY] = False
+    add_qkv_bias: Annotated[bool, Role.FAMILY, Role.ROTARY] = False
     """Add biases to queries, keys and values, as in Qwen 2. Not for gpt2."""
-    qk_layernorm: Annotated[bool, Role.FAMILY] = False
+    qk_layernorm: Annotated[bool, Role.FAMILY, Role.ROTARY] = False
     """Norm each attention head's queries and keys, as in Qwen 3, by the kind of norm that the block has. Not for
     gpt2."""
     window_size: Annotated[int, Bounds(0, 2**24, "attention over more tokens is not feasible"), Written("W")] = 0
@@ -119,34 +132,40 @@ class ModelOptions:
     because the fused kernels have no cap. 0: none."""
     attention_scale: Annotated[float, Bounds(0, 1000, "the softmax would pick one key"), Role.FAMILY] = 0.0
     """Factor of attention scores, as in Granite and Gemma. 0: 1 / sqrt(width of a head)."""
-    qk_norm_all_heads: Annotated[bool, Role.FAMILY, Requires("qk-layernorm")] = False
+    qk_norm_all_heads: Annotated[bool, Role.FAMILY, Requires("qk-layernorm"), Role.ROTARY] = False
     """The norms of --qk-layernorm are over all heads of a token: one RMSNorm of its queries and one of its keys, as in
     OLMo 2. Not for gpt2."""
-    multi_latent_attention: Annotated[bool, Role.FAMILY] = False
+    multi_latent_attention: Annotated[bool, Role.FAMILY, Role.LATENT] = False
     """Latent attention, as in DeepSeek-V3: keys and values of a token are projections of a latent of --kv-lora-rank
     elements, which all heads share, and of a rotary key. Not for gpt2."""
-    q_lora_rank: Annotated[int, Bounds(0, 2**20, "no published model is as wide"), Role.FAMILY] = 0
+    q_lora_rank: Annotated[int, Bounds(0, 2**20, "no published model is as wide"), Role.FAMILY, Role.LATENT] = 0
     """--multi-latent-attention: width of the latent from which queries are projected. 0: they have none, as in
     DeepSeek-V2-Lite."""
-    kv_lora_rank: Annotated[int, Bounds(1, 2**20, "no published model is as wide"), Role.FAMILY] = 512
+    kv_lora_rank: Annotated[int, Bounds(1, 2**20, "no published model is as wide"), Role.FAMILY, Role.LATENT] = 512
     """--multi-latent-attention: width of the latent of keys and values."""
-    qk_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads"), Role.FAMILY] = 128
+    qk_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads"), Role.FAMILY, Role.LATENT] = (
+        128
+    )
     """--multi-latent-attention: dims of a query and a key without positions."""
-    qk_pos_emb_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads"), Role.FAMILY] = 64
+    qk_pos_emb_head_dim: Annotated[
+        int, Bounds(1, 2**16, "no published model has as wide heads"), Role.FAMILY, Role.LATENT
+    ] = 64
     """--multi-latent-attention: rotary dims of a query and a key, after the others. Those of a key are one for all
     heads."""
-    v_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads"), Role.FAMILY] = 128
+    v_head_dim: Annotated[int, Bounds(1, 2**16, "no published model has as wide heads"), Role.FAMILY, Role.LATENT] = 128
     """--multi-latent-attention: dims of a value, at most as many as of a key."""
-    beta_fast: Annotated[float, Bounds(1, 1e6, "no dim makes more turns in a published context"), Role.FAMILY] = 32.0
+    beta_fast: Annotated[
+        float, Bounds(1, 1e6, "no dim makes more turns in a published context"), Role.FAMILY, Role.ROTARY
+    ] = 32.0
     """--rope-scaling-type yarn: wavelengths that turn more often than this in --rope-trained-length stay; those that
     turn less than once are stretched."""
-    yarn_correction_range_round_to_int: Annotated[bool, Role.FAMILY] = True
+    yarn_correction_range_round_to_int: Annotated[bool, Role.FAMILY, Role.ROTARY] = True
     """--rope-scaling-type yarn: round the dims between which wavelengths are stretched in part to whole ones. gpt-oss
     does not."""
-    mscale: Annotated[float, Bounds(0, 1000, "scores would overflow"), Role.FAMILY] = 0.0
+    mscale: Annotated[float, Bounds(0, 1000, "scores would overflow"), Role.FAMILY, Role.ROTARY] = 0.0
     """--rope-scaling-type yarn: queries and keys grow by (0.1 M ln(factor) + 1) / (0.1 A ln(factor) + 1) for this M
     and the A of --mscale-all-dim. 0, or A 0: by 0.1 ln(factor) + 1."""
-    mscale_all_dim: Annotated[float, Bounds(0, 1000, "scores would overflow"), Role.FAMILY] = 0.0
+    mscale_all_dim: Annotated[float, Bounds(0, 1000, "scores would overflow"), Role.FAMILY, Role.ROTARY] = 0.0
     """See --mscale. With --multi-latent-attention, scores grow by (0.1 A ln(factor) + 1)^2, as in DeepSeek-V3."""
     norm_epsilon: Annotated[
         float, Bounds(0, 1, "it only keeps a norm's divisor from 0", least_open=True), Role.FAMILY

@@ -35,6 +35,8 @@ class Role(Enum):
     KIND_OF_RUN = auto()  # without it, the command would start another kind of run
     FAMILY = auto()  # a family, a preset or a config.json sets it. No help lists it; docs/results/flags.md does
     TRAIT = auto()  # each family sets it: a part of its layers
+    ROTARY = auto()  # layers with rotary positions read it
+    LATENT = auto()  # latent attention reads it
     ON_SCREEN = auto()  # the first lines of the start screen have it
 
 

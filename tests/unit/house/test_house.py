@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero.flags.flag_names import all_flags
 from tests.helpers.table import for_each
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -164,6 +165,23 @@ def a_class_name_has_one_meaning(sources: Sources) -> Iterator[str]:
                 yield f"{module}:{node.lineno} {node.name} is a class of {found[node.name]} too"
 
 
+def options_are_told_at_their_fields(sources: Sources) -> Iterator[str]:
+    """No table names more than MOST_NAMED flags: a fact about a flag is metadata of its field (decision 0053)."""
+    names = {name for name in all_flags() if "-" in name}
+    for module, tree in sources.items():
+        if module in NAMING or module.startswith("families."):
+            continue
+        for node in tree.body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
+                words = {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+                if len(found := {str(word).removeprefix("--") for word in words} & names) > MOST_NAMED:
+                    yield f"{module}:{node.lineno} {len(found)} flags"
+
+
+MOST_NAMED = 5
+NAMING = {"flags.rules"}  # each rule next to the values that give way
+
+
 def private_names_of_torch_are_in_one_module(sources: Sources) -> Iterator[str]:
     """A later torch may take them away: `torch_private` says why each is used. `node_agent` overrides an agent's."""
     for module, tree in sources.items():
@@ -264,6 +282,7 @@ RULES: list[Callable[[Sources], Iterator[str]]] = [
     nothing_forks,
     checkpoints_send_no_objects,
     private_names_of_torch_are_in_one_module,
+    options_are_told_at_their_fields,
     a_class_name_has_one_meaning,
     a_function_name_has_one_meaning,
     long_calls_name_their_arguments,
@@ -299,6 +318,11 @@ FAULTS = [
     (only_layout_multiplies_axes, "engine.zero.zero", "def f(pp, dp, tp):\n    return math.prod([pp, dp, tp])"),
     (only_the_stage_names_layers, "engine.zero.zero", "def f(name):\n    return name.startswith('blocks.')"),
     (only_the_stage_names_layers, "engine.zero.zero", "from megazero.engine.model.stage import HEAD"),
+    (
+        options_are_told_at_their_fields,
+        "run.changes",
+        "T = ('min-lr', 'train-iters', 'eval-iters', 'zero-stage', 'data-path', '--keep-last')",
+    ),
     (a_class_name_has_one_meaning, "engine.zero.zero", "class Pipeline: ..."),
     (a_function_name_has_one_meaning, "engine.zero.zero", "def order_of(): ..."),
     (long_calls_name_their_arguments, "engine.zero.zero", "Zero([], [], True, 0, 0)"),
