@@ -166,7 +166,7 @@ def a_class_name_has_one_meaning(sources: Sources) -> Iterator[str]:
 
 
 def options_are_told_at_their_fields(sources: Sources) -> Iterator[str]:
-    """No table names more than MOST_NAMED flags: a fact about a flag is metadata of its field (decision 0053)."""
+    """No table names more than MOST_NAMED flags: a fact about a flag is metadata of its field (decision 0054)."""
     names = {name for name in all_flags() if "-" in name}
     for module, tree in sources.items():
         if module in NAMING or module.startswith("families."):
