@@ -53,6 +53,8 @@ def test_every_fault_is_named(tmp_path: Path, file: str, at: int, words: str) ->
     flip(path / file, at)
     found = list(verify.faults(path))
     assert found and words in found[0] and "damaged" in found[0]
+    save(tmp_path, 2)  # whole: one damaged checkpoint is enough for a CI to fail
+    assert checkpoint_tool.verify_checkpoints(checkpoint_tool.Verify(tmp_path)) == 1
 
 
 def script(*words: object) -> subprocess.CompletedProcess[str]:
