@@ -361,12 +361,13 @@ def test_a_rank_is_slow_beside_those_of_its_stage(peers: int, wanted: list[tuple
     assert [times for _, times in found] == pytest.approx([times for _, times in wanted])
 
 
-def test_slow_ranks_are_reported_with_their_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+@for_each("layout", [Layout(pp=2, dp=3), Layout(pp=2, cp=3), Layout(pp=2, tp=3)])
+def test_slow_ranks_are_reported_with_their_hosts(layout: Layout, capsys: pytest.CaptureFixture[str]) -> None:
     """Stages of three ranks compute 2, 5 and 2.5 s, and 8, 8.5 and 13.6 s; waits do not count."""
     others = torch.tensor([2.0, 0.0, 2.5, 8.0, 8.5, 13.6], dtype=torch.float64)
     host = SimpleNamespace(all_reduce_=lambda own, kind: own + others)
     world = SimpleNamespace(size=6, hosts=["a", "b", "c", "d", "e", "f"])
-    mesh: Any = SimpleNamespace(rank=1, world=world, host=host, layout=Layout(pp=2, dp=3))
+    mesh: Any = SimpleNamespace(rank=1, world=world, host=host, layout=layout)
     ops = (Forward("blocks.0", 0, True), 1, 4), (Recv("x", 0, 0), 4, 9), (Backward("blocks.0", 0), 9, 11)
     own = [Interval(op, begin * 10**9, end * 10**9) for op, begin, end in ops]
     assert report_slow(mesh, 31, own) == {
