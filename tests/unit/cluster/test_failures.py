@@ -72,4 +72,5 @@ def test_the_first_failure_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None
     for rank in (0, 5):
         found = explain_lost(world(rank), PeerLost("lost", (1, 3), HOSTS))
         assert found == "stopping because another rank failed: rank 3: no space"
+    assert store.check([failures.FAILED_KEY])  # or `get` waits for minutes
     assert store.get(failures.FAILED_KEY).decode() == "rank 3: no space"
