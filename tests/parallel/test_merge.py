@@ -170,14 +170,14 @@ def test_refusals(saved: Callable[[str], Saved], tmp_path: Path) -> None:
     paths = saved("fp32")
     states, three = saved_states(paths), list(paths[:3])
     stretched = [states[0], replace(states[1], model=states[1].model | {"rotary_base": 5e5})]
-    wider = [states[0], replace(states[1], model=states[1].model | {"ffn_hidden_size": 32})]
+    wider = [*states[:2], replace(states[2], model=states[2].model | {"ffn_hidden_size": 32})]
     longer = [states[0], replace(states[1], model=states[1].model | {"seq_length": 64, "moe_z_loss_coeff": 0.1})]
     cosine = [state_at(t, lr_decay_style="cosine", lr_decay_iters=9) for t in (2, 3, 5)]
 
     rows: list[tuple[Callable[[], object], str]] = [
         (lambda: same_model(paths[:1], states[:1]), "needs at least 2 checkpoints, not 1"),
         (lambda: same_model([*three, paths[0]], [*states[:3], states[0]]), "iter_0000002 is given twice"),
-        (lambda: same_model(paths[:2], wider), "another model: it has --ffn-hidden-size 32, not 24"),
+        (lambda: same_model(three, wider), "another model: it has --ffn-hidden-size 32, not 24"),
         (lambda: same_model(paths[:2], stretched), "another model than .* has --rotary-base 500000.0, not 10000.0"),
         (lambda: merge_weights("0.5,x", "linear", paths[:2], states[:2]), "give mean, decay, or 2 numbers"),
         (lambda: merge_weights("0.5,0.5", "linear", three, states[:3]), "such as 0.33,0.33,0.34; these are 2"),
