@@ -404,6 +404,25 @@ def test_a_node_keeps_whole_copies_of_the_one_before(ranks: Any, tmp_path: Path)
         assert same and f"WARNING: iteration 4 in memory is damaged: {damaged}; trying other copies" in said
 
 
+def ask(rank: int, save: str, memory: str) -> list[float]:
+    """Save on node a, and on b with two ranks; then b is new. Load there."""
+    with mock.patch.dict(os.environ, MEGAZERO_NODE="abb"[rank]):
+        store, shape = MemoryCheckpoints(memory, Path(save), dist.group.WORLD), (2,)
+        shard = LocalShard(shape, (0,), shape, 0, 2, torch.full(shape, rank + 0.5))
+        folder = store.save(4, {f"model.w{rank}": shard}, {"iteration": 4} | store.stamp(), dist.group.WORLD)
+        if rank == 1:
+            shutil.rmtree(folder)
+        loaded = replace(shard, data=torch.zeros(shape))
+        store.load(next(store.find(None, {})), {f"model.w{rank}": loaded})
+        return loaded.data.tolist()
+
+
+def test_several_ranks_ask_a_node_with_one(ranks: Any, tmp_path: Path) -> None:
+    """Each rank of a new node asks one of the node that has the file, which has fewer."""
+    found = ranks(3).run(ask, str(tmp_path / "saved"), str(tmp_path / "memory"))
+    assert found == [[0.5, 0.5], [1.5, 1.5], [2.5, 2.5]]
+
+
 def test_a_start_keeps_the_copy_that_it_loads_alone(tmp_path: Path) -> None:
     """Not another one of that iteration, which a node that was lost for a while may have."""
     memory = MemoryCheckpoints(str(tmp_path / "memory"), tmp_path / "saved", None)
