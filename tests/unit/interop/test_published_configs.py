@@ -18,7 +18,7 @@ from megazero.engine.step.engine import Engine
 from megazero.flags.cli import read
 from megazero.flags.resolve import resolve
 from megazero.generation.model import hidden_states
-from megazero.interop.huggingface.configuration import SAME_TYPE
+from megazero.interop.huggingface.configuration import SAME_TYPE, read_config
 from megazero.interop.huggingface.export import plan_shards, shapes_of
 from megazero.interop.huggingface.families import family_of
 from megazero.interop.huggingface.importing import import_model
@@ -144,6 +144,15 @@ def test_published_files_are_the_models_of_transformers(tmp_path: Path) -> None:
         saved = {key: value.shape for key, value in load_file(folder / "model.safetensors").items()}
         assert {key: shape for key, _, shape in shard.announced} == saved, name
     assert not faults
+
+
+def test_files_of_an_export_are_as_large_as_their_tensors(tmp_path: Path) -> None:
+    """Also the last, whose biases of experts are in fp32."""
+    model = read_config(write(tmp_path / "small", small(PUBLISHED["deepseek-v3-base, in bf16"]))).model
+    shards = plan_shards(family_of(model, "deepseek_v3"), model, torch.bfloat16, 1 << 16)
+    sizes = [sum(dtype.itemsize * shape.numel() for _, dtype, shape in shard.announced) for shard in shards]
+    assert len(sizes) > 1 and shards[-1].announced[-1][1] == torch.float32
+    assert [shard.num_bytes for shard in shards] == sizes
 
 
 def test_a_tied_model_with_a_head_of_its_own_is_not_tied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
