@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from megazero.checkpoint import streaming
 from megazero.checkpoint.shards import LocalShard
+from megazero.families import MODELS
 from megazero.interop.huggingface import importing
 from megazero.interop.huggingface.configuration import read_config
-from megazero.interop.huggingface.families import MODELS
 from megazero.interop.huggingface.weight_files import open_weights
 from tests.end_to_end.test_huggingface import export, import_
 from tests.reference_run import read_checkpoint

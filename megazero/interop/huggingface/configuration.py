@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megazero.data.tokenizer import hub_hint
+from megazero.families import MODELS
 from megazero.families.parts.model_types import HuggingFaceModel
 from megazero.families.parts.weight_conversions import usual_head_dim
 from megazero.files import explain, read_json_object
 from megazero.flags.config import ModelConfig
-from megazero.interop.huggingface.families import MODELS
 from megazero.interop.huggingface.trial import ignored_keys
 from megazero.optional import load_optional
 from megazero.units import did_you_mean

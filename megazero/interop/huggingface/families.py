@@ -1,7 +1,7 @@
 """Choose the class of transformers that computes a model."""
 
 from megazero.engine.options.model_options import ModelOptions
-from megazero.families import MODELS as MODELS
+from megazero.families import MODELS
 from megazero.families.parts.model_types import HuggingFaceModel
 from megazero.flags.flag_names import as_flag
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from megazero.families import MODELS
 from megazero.flags.config import ModelConfig
 from megazero.interop.huggingface.configuration import HARMLESS, read_config
-from megazero.interop.huggingface.families import MODELS, family_of
+from megazero.interop.huggingface.families import family_of
 from tests.helpers.table import for_each
 
 SMALL = {

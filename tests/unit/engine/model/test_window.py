@@ -17,11 +17,12 @@ from megazero.engine.model.scores import Scores
 from megazero.engine.model.stage import declare
 from megazero.engine.plan.layout.layers import stage_units
 from megazero.engine.plan.program.rank_spec import rank_spec
+from megazero.families import MODELS
 from megazero.flags.cli import parse
 from megazero.flags.config import ActivationConfig, Config, ModelConfig, TrainingConfig
 from megazero.flags.resolve import resolve
 from megazero.generation.kv_cache import KVCache, attend_prompt
-from megazero.interop.huggingface.families import MODELS, family_of
+from megazero.interop.huggingface.families import family_of
 from megazero.planner.run_plan import make_plan, plan_config
 from megazero.planner.trace.kernel_records import Operator
 from megazero.planner.trace.trace import model_flops, trace, trace_block
