@@ -188,6 +188,7 @@ FIRST: dict[str, Call] = {  # part -> its arguments at its first call
         "hosts": HOSTS,
         "environment": Kind("dict"),
         "notes": "of kernels",
+        "sources": Kind("str"),
     },
     "hand_out": {"config": CONFIG, "screen": Kind("list"), "details": Kind("str")},
     "Trainer": {
