@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import os
 import signal
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from megazero.called_as import in_own_words
@@ -98,11 +99,15 @@ def help_of(name: str) -> str:
 
 def _texts(options: type) -> dict[str, str]:
     """Return the docstring of each field of a dataclass, in one line."""
+    return {name: in_own_words(text) for name, text in _docstrings(options).items()}
+
+
+@functools.cache
+def _docstrings(options: type) -> Mapping[str, str]:
     import docstring_parser
 
-    parts = [part for part in reversed(options.__mro__) if dataclasses.is_dataclass(part)]
-    params = [param for part in parts for param in docstring_parser.parse_from_object(part).params]
-    return {param.arg_name: in_own_words(" ".join((param.description or "").split())) for param in params}
+    params = docstring_parser.parse_from_object(options).params
+    return {param.arg_name: " ".join((param.description or "").split()) for param in params}
 
 
 def with_whole_lines(options: Any) -> Any:
