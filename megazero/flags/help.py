@@ -106,7 +106,8 @@ def _texts(options: type) -> dict[str, str]:
 def _docstrings(options: type) -> Mapping[str, str]:
     import docstring_parser
 
-    params = docstring_parser.parse_from_object(options).params
+    parts = [part for part in reversed(options.__mro__) if dataclasses.is_dataclass(part)]
+    params = [param for part in parts for param in docstring_parser.parse_from_object(part).params]
     return {param.arg_name: " ".join((param.description or "").split()) for param in params}
 
 
