@@ -59,7 +59,7 @@ def longest_stage(
         device: None: the layout is given.
     """
     values, note = gpu_defaults(command.config, command.given, fastest)
-    command = command.over("the default on GPUs", values, Standing.DERIVED)
+    command = command._replace(stack=command.stack.over("the default on GPUs", values, Standing.DERIVED))
     config, of_stage, stage = of_longest(command.config)
     other = "" if config.plan.rehearse else command.left_out(command.config)
     for line in filter(None, (note, other, stage)):

@@ -114,7 +114,7 @@ def prepare(command: Command, world: World) -> Prepared:
         bind_to_near_cpus(device)  # before any library starts threads, because these keep their CPUs
     fastest = launch.fastest_precision(device) if device.type == "cuda" else None
     values, note = gpu_defaults(command.config, command.given, fastest)
-    command = command.over("the default on GPUs", values, Standing.DERIVED)
+    command = command._replace(stack=command.stack.over("the default on GPUs", values, Standing.DERIVED))
     config = command.config
     if other := command.left_out(config):
         log.info(other)
@@ -147,7 +147,7 @@ def find_ranks(config: Config, world: World, device: torch.device) -> Ranks:
 
 def choose_flags(command: Command, stage: DataStage, ranks: Ranks, vocabulary: int) -> Choice:
     """Choose the flags of the layout that are not given, for --layout auto and --elastic. stage: the longest one."""
-    asked = command.over(f"stage {stage.number}", stage.changes, Standing.GIVEN)
+    asked = command.stack.over(f"stage {stage.number}", stage.changes, Standing.GIVEN)
     world, config, elastic = ranks.world, asked.config, command.config.parallel.elastic
     if config.parallel.layout != "auto":
         line = relayout.start_words(config, world, "the layout of the given flags") if elastic else ""
@@ -167,7 +167,9 @@ def choose_flags(command: Command, stage: DataStage, ranks: Ranks, vocabulary: i
         chosen = choose_layout(config, asked.given, size, vocab_size=vocabulary, device=priced)
     values = {name: chosen.flags[name] for name in chosen.names(config)}
     return Choice(
-        command=command.over("--layout auto", values, Standing.GIVEN, undone=("layout", "device-type")),
+        command=command._replace(
+            stack=command.stack.over("--layout auto", values, Standing.GIVEN, undone=("layout", "device-type"))
+        ),
         report=chosen.words(config, priced, command.dropped),
         table=table,
         line=relayout.start_words(config, world, chosen.layout) if elastic else "",

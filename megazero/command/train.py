@@ -45,7 +45,9 @@ def train(command: Command, world: World, signals: Signals) -> Wish | None:
     """Train or evaluate; returns the request that ended the run early."""
     clock = StartClock(process_start())
     clock.mark("process")
-    prepared = prepare(command.over("--elastic", relayout.resuming(command.config)), world)
+    prepared = prepare(
+        command._replace(stack=command.stack.over("--elastic", relayout.resuming(command.config))), world
+    )
     clock.mark("checks")
     mesh, screen = connect(prepared)
     signals.joined()

@@ -9,7 +9,7 @@ only the preset names it, it is the config.toml of a run, whose values stand abo
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from megazero.called_as import in_own_words, program_name
@@ -86,16 +86,6 @@ class Command(NamedTuple):
     def dropped(self) -> frozenset[str]:
         """Flags of the preset that do not count, because --layout auto chooses them."""
         return self.stack.undone_by("--layout auto")
-
-    def over(
-        self,
-        source: str,
-        values: Mapping[str, Any],
-        standing: Standing = Standing.IMPLIED,
-        undone: Collection[str] = (),
-    ) -> "Command":
-        """Return the command with one layer more."""
-        return self._replace(stack=self.stack.over(source, values, standing, undone))
 
     def left_out(self, config: Config) -> str:
         """Return a line for flags that are not given and have other values in other systems; may be empty.

@@ -1,7 +1,7 @@
 """All flags: a tree of frozen dataclasses. The engine's part is `StepConfig`.
 
 Flags are flat and bear Megatron's and DeepSpeed's names. A preset is a TOML file of the same names under the flags.
-Field docstrings are the help text. Nothing rewrites a config: `resolve` makes the final one, once.
+Field docstrings are the help text. The values of a run are a `stack` of layers; `resolve` fills in derived ones.
 """
 
 from dataclasses import dataclass, field

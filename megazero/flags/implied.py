@@ -76,7 +76,8 @@ def count_iterations(stack: Stack, typed: Collection[str], num_ranks: Callable[[
     given = f"--train-tokens {tokens}"
     if {"train-iters", "train-tokens"} <= {*typed}:
         raise ValueError(f"{given} and --train-iters {training.train_iters}: give one of them")
-    if instead := TRAIN_LENGTH & {*typed}:  # of those of a preset
+    instead = TRAIN_LENGTH & {*typed}
+    if instead and (tokens or "train-iters" in typed):  # --train-tokens 0 asks for no length
         stack = stack.over(f"--{min(instead)}", {}, undone=stack.given & TRAIN_LENGTH - {*typed})
     if not tokens or training.recipe == "auto":
         return stack, ""

@@ -73,6 +73,7 @@ def test_each_value_has_the_source_that_decides_it(preset: str) -> None:
         ("--layout auto --global-batch-size 8", "zero-stage", 1, "", False),
         ("--layout auto --global-batch-size 8 --zero-stage 3", "zero-stage", 3, "the command line", True),
         ("--train-tokens 10240", "train-iters", 10, "--train-tokens", False),
+        ("--train-tokens 0", "train-iters", 500, "--preset run.toml", True),
         ("--recipe auto", "lr", 3e-4, "", False),
         ("--elastic 1:2 --save s --global-batch-size 8", "layout", "auto", "--elastic", False),
     ],
